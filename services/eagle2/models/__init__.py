@@ -1,0 +1,1 @@
+"""Networks and checkpoints: the target, the draft head, and where their weights come from."""
