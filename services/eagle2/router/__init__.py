@@ -1,0 +1,1 @@
+"""The HTTP ingress: requests come in, streams go out. Never imports torch."""

@@ -1,0 +1,1 @@
+"""The verifier of a pair, as plain Python and as a Serve deployment."""
