@@ -1,0 +1,191 @@
+"""What can be set, parsed once at the edge: flags over environment over file over defaults.
+
+``load_settings`` is the edge. What it returns is frozen and composed; nobody below reads the environment or a file.
+An environment variable names its section and its setting: ``EAGLE2_ENGINE__MAX_SEQUENCES=4``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
+
+from pydantic import ConfigDict, ValidationError, with_config
+from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+
+from eagle2.errors import ConfigError
+
+EMBEDDED = "embedded"
+ENV_PREFIX = "EAGLE2_"
+_STRICT = ConfigDict(extra="forbid")
+
+DType = Literal["auto", "bfloat16", "float16", "float32"]
+
+
+def _require(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise ConfigError(sentence)
+
+
+def _at_least(section: object, minimum: float, *names: str) -> None:
+    for name in names:
+        value = getattr(section, name)
+        _require(value is None or value >= minimum, f"{name} must be at least {minimum:g}, not {value}.")
+
+
+@with_config(_STRICT)
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """Which networks are served. ``embedded`` is the model that the package brings along.
+
+    ``target`` and ``draft`` are a folder, a hub id, a GGUF file (target only) or ``embedded``; ``draft`` None
+    serves without speculation. ``max_model_len`` None is what the checkpoint says.
+    """
+
+    target: str = EMBEDDED
+    draft: str | None = EMBEDDED
+    served_model_name: str | None = None
+    dtype: DType = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+
+    def __post_init__(self) -> None:
+        _at_least(self, 2, "max_model_len")
+        _require(bool(self.target), "target must name a model, not ''.")
+
+
+@with_config(_STRICT)
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """How a verifier runs. ``kv_slots`` None is sized from the device's memory, ``threads`` None is torch's choice.
+
+    ``depth``, ``top_k`` and ``num_draft_tokens`` bound the tree of one sequence (paper section 4.1); the root is
+    not counted. ``draft_timeout_s`` is how long a step waits for trees before it decodes plainly.
+    """
+
+    max_sequences: int = 8
+    kv_slots: int | None = None
+    prefill_chunk: int = 256
+    depth: int = 4
+    top_k: int = 4
+    num_draft_tokens: int = 8
+    draft_timeout_s: float = 2.0
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "max_sequences", "prefill_chunk", "depth", "top_k", "num_draft_tokens", "threads")
+        _at_least(self, 16, "kv_slots")
+        _at_least(self, 0.001, "draft_timeout_s")
+
+
+@with_config(_STRICT)
+@dataclass(frozen=True, slots=True)
+class PairSettings:
+    """How a verifier finds its proposer. ``socket_dir`` None is a folder of the system's temporary directory.
+
+    ``pair_wait_s`` bounds one search for a free proposer on the node, ``retry_s`` is the pause between searches.
+    """
+
+    socket_dir: str | None = None
+    pair_wait_s: float = 2.0
+    retry_s: float = 0.2
+
+    def __post_init__(self) -> None:
+        _at_least(self, 0.01, "pair_wait_s", "retry_s")
+        # The path of a Unix socket has at most 107 bytes; its name takes up to 32 of them.
+        _require(
+            len(os.fsencode(self.socket_dir or "")) <= 75,
+            f"socket_dir must be at most 75 bytes long, not {self.socket_dir}.",
+        )
+
+
+@with_config(_STRICT)
+@dataclass(frozen=True, slots=True)
+class HttpSettings:
+    """Where the HTTP API listens."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+
+    def __post_init__(self) -> None:
+        _require(0 < self.port < 65536, f"port must lie between 1 and 65535, not {self.port}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything that can be set, by section."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    pair: PairSettings = field(default_factory=PairSettings)
+    http: HttpSettings = field(default_factory=HttpSettings)
+
+    def as_dict(self) -> dict[str, dict[str, Any]]:
+        """Plain values by section and name, as ``load_settings`` takes them back."""
+        return asdict(self)
+
+
+_SECTIONS = {f.name: f.default_factory for f in fields(Settings)}
+
+
+def load_settings(
+    values: Mapping[str, Any] | None = None,
+    *,
+    flags: Mapping[str, Any] | None = None,
+    environ: bool = False,
+) -> Settings:
+    """Settings from a file's ``values``, the environment (when ``environ``) and a command line's ``flags``.
+
+    Both mappings are nested: section, then name. Raises ``ConfigError`` with a sentence that names the setting.
+    """
+
+    class Edge(BaseSettings):
+        model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_nested_delimiter="__", extra="forbid")
+
+        model: ModelSettings = ModelSettings()
+        engine: EngineSettings = EngineSettings()
+        pair: PairSettings = PairSettings()
+        http: HttpSettings = HttpSettings()
+
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+            file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            file_settings = InitSettingsSource(settings_cls, init_kwargs=dict(values or {}))
+            return (init_settings, env_settings, file_settings) if environ else (init_settings, file_settings)
+
+    if environ:
+        _refuse_unknown_variables(os.environ)
+    try:
+        edge = Edge(**dict(flags or {}))
+    except ValidationError as error:
+        raise ConfigError(_sentence(error)) from None
+    return Settings(model=edge.model, engine=edge.engine, pair=edge.pair, http=edge.http)
+
+
+def _refuse_unknown_variables(environ: Mapping[str, str]) -> None:
+    """A misspelt section would be ignored silently; a misspelt name is found by the model itself."""
+    for variable in environ:
+        section, delimiter, _ = variable.removeprefix(ENV_PREFIX).partition("__")
+        if variable.startswith(ENV_PREFIX) and delimiter and section.lower() not in _SECTIONS:
+            raise ConfigError(f"{variable} sets nothing: the sections are {', '.join(_SECTIONS)}.")
+
+
+def _sentence(error: ValidationError) -> str:
+    first = error.errors()[0]
+    path = ".".join(str(part) for part in first["loc"])
+    match first["type"]:
+        case "extra_forbidden" | "unexpected_keyword_argument":
+            section = _SECTIONS.get(str(first["loc"][0])) if len(first["loc"]) > 1 else Settings
+            known = ", ".join(f.name for f in fields(section)) if section else ""  # type: ignore[arg-type]
+            return f"{path} is not a setting; known here are {known}."
+        case "value_error":
+            return f"{path}: {first['ctx']['error']}" if path else str(first["ctx"]["error"])
+        case _:
+            return f"{path} cannot be {first['input']!r}: {first['msg']}."
