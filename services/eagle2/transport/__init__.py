@@ -1,0 +1,1 @@
+"""What crosses a verifier-proposer pair, and what carries it."""

@@ -1,0 +1,283 @@
+"""The bytes of the pair protocol: a fixed header, fixed tables, raw tensor bytes. Nothing is pickled.
+
+Little-endian, version 1, everything at a multiple of its own word size:
+
+    frame   header | body
+    header  magic 4s | version u16 | kind u16 | body length u64
+    step    incarnation u64 | step u64 | depth u32 | top_k u32 | num_draft_tokens u32 | entries u32 | closed u32
+            | hidden u32 | dtype name 8s
+            entries * (sequence i64 | cycle i64 | base i64 | rows u32 | draft u8 | pad)
+            closed * i64
+            tokens i64 of all entries | features of all entries
+    reply   incarnation u64 | step u64 | received i64 | finished i64 | slots used i64 | slots total i64
+            | trees u32 | pad
+            trees * (sequence i64 | cycle i64 | held i64 | status u32 | nodes u32)
+            tokens i64 of all trees | parents i64 of all trees | scores f32 of all trees
+    others  incarnation u64 | UTF-8 text                                             (the greeting, see ``node.py``)
+
+Features travel in the sender's dtype, named in the step, so that a receiver never guesses what the bytes mean; it
+converts by value with ``features.features_as``. All entries of a step share one dtype and one hidden size (a pair has
+one target), so a receiver makes a few tensors per message and not a few per sequence.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from enum import IntEnum
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from eagle2.errors import Eagle2Error
+from eagle2.transport.messages import DraftEntry, DraftReply, DraftStatus, DraftStep, DraftTree
+
+assert sys.byteorder == "little", "the pair protocol sends tensor bytes as they lie in memory"
+
+Frame: TypeAlias = list[bytes | memoryview]
+Body: TypeAlias = bytearray | memoryview
+
+MAGIC = b"EAG2"
+VERSION = 1
+MAX_BODY_BYTES = 256 * 1024 * 1024
+
+_HEADER = struct.Struct("<4sHHQ")
+_STEP = struct.Struct("<QQIIIIII8s")
+_ENTRY = struct.Struct("<qqqIB3x")
+_REPLY = struct.Struct("<QQqqqqI4x")
+_TREE = struct.Struct("<qqqII")
+_TEXT = struct.Struct("<Q")
+
+HEADER_BYTES = _HEADER.size
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_NAMES = {dtype: name.encode().ljust(8, b"\0") for name, dtype in _DTYPES.items()}
+_BY_NAME = {name: dtype for dtype, name in _NAMES.items()}
+_TREE_DTYPES = (torch.int64, torch.int64, torch.float32)
+
+
+class FrameError(Eagle2Error, ValueError):
+    """Bytes that are no frame of this protocol version, or a message that no frame can hold."""
+
+
+class FrameKind(IntEnum):
+    """What a frame's body is."""
+
+    HELLO = 1  # verifier: its incarnation, the fingerprint of its model
+    WELCOME = 2  # proposer: its incarnation, its fingerprint; the lease is granted
+    BUSY = 3  # proposer: the incarnation of the verifier that holds the lease
+    MISMATCH = 4  # proposer: its incarnation, its fingerprint, which is not the verifier's
+    STEP = 5
+    REPLY = 6
+
+
+_KINDS = frozenset(FrameKind)
+_STATUSES = {int(status): status for status in DraftStatus}
+
+
+def encode_step(step: DraftStep) -> Frame:
+    """A whole frame as buffers to be sent in order. The feature buffers are the tensors' own memory where possible.
+
+    Raises ``FrameError`` for a shape or dtype that the message does not allow, or a number out of range.
+    """
+    shared = step.entries[0].features if step.entries else torch.empty(0, 0)
+    table: list[bytes] = []
+    tokens: list[bytes] = []
+    features: Frame = []
+    for entry in step.entries:
+        _check_entry(entry, shared)
+        rows = entry.tokens.shape[0]
+        table.append(_pack(_ENTRY, entry.sequence, entry.cycle, entry.base, rows, entry.draft))
+        if rows:
+            tokens.append(_array(entry.tokens).tobytes())
+            features.append(_memory(entry.features))
+    counts = (step.depth, step.top_k, step.num_draft_tokens, len(step.entries), len(step.closed))
+    fixed = _pack(_STEP, step.incarnation, step.step, *counts, shared.shape[1], _NAMES[shared.dtype])
+    closed = _pack(struct.Struct(f"<{len(step.closed)}q"), *step.closed)
+    return _frame(FrameKind.STEP, b"".join((fixed, *table, closed, *tokens)), features)
+
+
+def decode_step(body: Body) -> DraftStep:
+    """The step in a frame's body; its tensors are views of ``body``, which must not be reused.
+
+    Raises ``FrameError`` for lengths that contradict each other or an unknown dtype name; allocates nothing by
+    what the body claims.
+    """
+    size = len(body)
+    if size < _STEP.size:
+        raise FrameError(f"a step of {size} bytes is shorter than its {_STEP.size} fixed bytes")
+    incarnation, number, depth, top_k, drafted, num_entries, num_closed, hidden, name = _STEP.unpack_from(body)
+    closed_at = _STEP.size + num_entries * _ENTRY.size
+    tokens_at = closed_at + 8 * num_closed
+    if tokens_at > size:
+        raise FrameError(f"a step of {size} bytes cannot hold {num_entries} entries and {num_closed} closed sequences")
+    if name not in _BY_NAME:
+        raise FrameError(f"features of dtype {name!r} are none of {', '.join(_DTYPES)}")
+    dtype = _BY_NAME[name]
+    table = list(_ENTRY.iter_unpack(memoryview(body)[_STEP.size : closed_at]))
+    closed = struct.unpack_from(f"<{num_closed}q", body, closed_at)
+    rows = [row[3] for row in table]
+    total = sum(rows)
+    features_at = tokens_at + 8 * total
+    end = features_at + total * hidden * dtype.itemsize
+    if end != size:
+        raise FrameError(
+            f"a step of {size} bytes announces {total} rows of {hidden} numbers, which make it {end} bytes"
+        )
+
+    tokens = _view(body, torch.int64, total, tokens_at).split_with_sizes(rows)
+    features = _view(body, dtype, total * hidden, features_at).view(total, hidden).split_with_sizes(rows)
+    entries = tuple(
+        DraftEntry(sequence, cycle, base, features[index], tokens[index], bool(draft))
+        for index, (sequence, cycle, base, _, draft) in enumerate(table)
+    )
+    return DraftStep(incarnation, number, depth, top_k, drafted, entries, closed)
+
+
+def encode_reply(reply: DraftReply) -> Frame:
+    """A whole frame as buffers to be sent in order. Raises ``FrameError`` like ``encode_step``."""
+    table: list[bytes] = []
+    tokens: list[bytes] = []
+    parents: list[bytes] = []
+    scores: list[bytes] = []
+    for tree in reply.trees:
+        _check_tree(tree)
+        nodes = tree.tokens.shape[0]
+        table.append(_pack(_TREE, tree.sequence, tree.cycle, tree.held, tree.status, nodes))
+        if nodes:
+            tokens.append(_array(tree.tokens).tobytes())
+            parents.append(_array(tree.parents).tobytes())
+            scores.append(_array(tree.scores).tobytes())
+    clock = (reply.received, reply.finished, reply.slots_used, reply.slots_total)
+    fixed = _pack(_REPLY, reply.incarnation, reply.step, *clock, len(reply.trees))
+    return _frame(FrameKind.REPLY, b"".join((fixed, *table, *tokens, *parents, *scores)), [])
+
+
+def decode_reply(body: Body) -> DraftReply:
+    """The reply in a frame's body; its tensors are views of ``body``, which must not be reused.
+
+    Raises ``FrameError`` for lengths that contradict each other or an unknown status. Token ids and parents are not
+    looked at: whoever builds a tree from them checks them.
+    """
+    size = len(body)
+    if size < _REPLY.size:
+        raise FrameError(f"a reply of {size} bytes is shorter than its {_REPLY.size} fixed bytes")
+    incarnation, number, received, finished, used, total, num_trees = _REPLY.unpack_from(body)
+    tokens_at = _REPLY.size + num_trees * _TREE.size
+    if tokens_at > size:
+        raise FrameError(f"a reply of {size} bytes cannot hold {num_trees} trees")
+    table = list(_TREE.iter_unpack(memoryview(body)[_REPLY.size : tokens_at]))
+    counts = [row[4] for row in table]
+    nodes = sum(counts)
+    end = tokens_at + nodes * (8 + 8 + 4)
+    if end != size:
+        raise FrameError(f"a reply of {size} bytes announces {nodes} nodes, which make it {end} bytes")
+
+    tokens = _view(body, torch.int64, nodes, tokens_at).split_with_sizes(counts)
+    parents = _view(body, torch.int64, nodes, tokens_at + 8 * nodes).split_with_sizes(counts)
+    scores = _view(body, torch.float32, nodes, tokens_at + 16 * nodes).split_with_sizes(counts)
+    trees: list[DraftTree] = []
+    for index, (sequence, cycle, held, code, _) in enumerate(table):
+        status = _STATUSES.get(code)
+        if status is None:
+            raise FrameError(f"a reply names the status {code}, which does not exist")
+        trees.append(DraftTree(sequence, cycle, status, held, tokens[index], parents[index], scores[index]))
+    return DraftReply(incarnation, number, tuple(trees), received, finished, used, total)
+
+
+def encode_text(kind: FrameKind, incarnation: int, text: str) -> Frame:
+    """A frame of the greeting."""
+    return _frame(kind, _pack(_TEXT, incarnation) + text.encode(), [])
+
+
+def decode_text(body: Body) -> tuple[int, str]:
+    """Incarnation and text of a frame of the greeting. Raises ``FrameError``."""
+    if len(body) < _TEXT.size:
+        raise FrameError(f"a greeting of {len(body)} bytes is shorter than its {_TEXT.size} fixed bytes")
+    try:
+        return _TEXT.unpack_from(body)[0], bytes(body[_TEXT.size :]).decode()
+    except UnicodeDecodeError as error:
+        raise FrameError(f"a greeting is no UTF-8 text: {error}") from error
+
+
+def decode_header(header: Body | bytes) -> tuple[FrameKind, int]:
+    """Kind and body length in bytes of the frame that ``header`` opens.
+
+    Raises ``FrameError`` for another protocol, another version, an unknown kind or a length over
+    ``MAX_BODY_BYTES``, so that nobody allocates what a stray peer asks for.
+    """
+    if len(header) != HEADER_BYTES:
+        raise FrameError(f"a frame header has {HEADER_BYTES} bytes, not {len(header)}")
+    magic, version, kind, length = _HEADER.unpack(header)
+    if magic != MAGIC:
+        raise FrameError(f"the peer does not speak the pair protocol: its frame opens with {magic!r}, not {MAGIC!r}")
+    if version != VERSION:
+        raise FrameError(f"the peer speaks version {version} of the pair protocol, this side speaks version {VERSION}")
+    if kind not in _KINDS:
+        raise FrameError(f"a frame is of the kind {kind}, which does not exist")
+    if length > MAX_BODY_BYTES:
+        raise FrameError(f"a frame announces {length} bytes, more than the {MAX_BODY_BYTES} allowed")
+    return FrameKind(kind), length
+
+
+def _check_entry(entry: DraftEntry, shared: torch.Tensor) -> None:
+    features, tokens = entry.features, entry.tokens
+    if features.dtype not in _NAMES:
+        raise FrameError(f"sequence {entry.sequence}: features of {features.dtype} are none of {', '.join(_DTYPES)}")
+    if tokens.dtype != torch.int64:
+        raise FrameError(f"sequence {entry.sequence}: tokens are int64, not {tokens.dtype}")
+    if features.dim() != 2 or tokens.shape != features.shape[:1]:
+        raise FrameError(
+            f"sequence {entry.sequence}: features of shape {tuple(features.shape)} do not go with tokens of shape "
+            f"{tuple(tokens.shape)}"
+        )
+    if features.dtype != shared.dtype or features.shape[1] != shared.shape[1]:
+        raise FrameError(
+            f"sequence {entry.sequence}: its features are {features.dtype} of {features.shape[1]}, those of the first "
+            f"entry {shared.dtype} of {shared.shape[1]}; a step has one target"
+        )
+
+
+def _check_tree(tree: DraftTree) -> None:
+    parts = (tree.tokens, tree.parents, tree.scores)
+    if tree.tokens.dim() != 1 or not tree.tokens.shape == tree.parents.shape == tree.scores.shape:
+        shapes = ", ".join(str(tuple(part.shape)) for part in parts)
+        raise FrameError(f"sequence {tree.sequence}: tokens, parents and scores of a tree have the shapes {shapes}")
+    if (tree.tokens.dtype, tree.parents.dtype, tree.scores.dtype) != _TREE_DTYPES:
+        dtypes = ", ".join(str(part.dtype) for part in parts)
+        raise FrameError(f"sequence {tree.sequence}: tokens, parents and scores of a tree are of {dtypes}")
+
+
+def _array(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """The tensor's memory as numpy sees it, bfloat16 as int16."""
+    if tensor.requires_grad or not tensor.is_cpu:
+        tensor = tensor.detach().cpu()
+    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    """The bytes of the elements in row-major order; without a copy when they lie like that on the CPU already."""
+    return np.ascontiguousarray(_array(tensor)).reshape(-1).view(np.uint8).data
+
+
+def _view(body: Body, dtype: torch.dtype, count: int, offset: int) -> torch.Tensor:
+    """(count,) elements that lie in ``body`` from byte ``offset`` on."""
+    if count == 0:  # frombuffer refuses it
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(body, dtype=dtype, count=count, offset=offset)
+
+
+def _pack(layout: struct.Struct, *values: object) -> bytes:
+    try:
+        return layout.pack(*values)
+    except struct.error as error:
+        raise FrameError(f"a number of {values} does not fit its field: {error}") from error
+
+
+def _frame(kind: FrameKind, head: bytes, rest: Frame) -> Frame:
+    size = len(head) + sum(map(len, rest))
+    if size > MAX_BODY_BYTES:
+        raise FrameError(f"a message of {size} bytes is over the {MAX_BODY_BYTES} allowed: send its rows in chunks")
+    return [_HEADER.pack(MAGIC, VERSION, kind, size) + head, *rest]
