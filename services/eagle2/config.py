@@ -103,13 +103,21 @@ class PairSettings:
 @with_config(_STRICT)
 @dataclass(frozen=True, slots=True)
 class HttpSettings:
-    """Where the HTTP API listens."""
+    """Where the HTTP API listens, and what it allows.
+
+    ``default_max_tokens`` bounds answers whose request names no bound; None lets them run to the end of the context.
+    ``request_timeout_s`` becomes the deadline of a generation; None sets none.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8000
+    default_max_tokens: int | None = None
+    request_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         _require(0 < self.port < 65536, f"port must lie between 1 and 65535, not {self.port}.")
+        _at_least(self, 1, "default_max_tokens")
+        _at_least(self, 0.001, "request_timeout_s")
 
 
 @dataclass(frozen=True, slots=True)

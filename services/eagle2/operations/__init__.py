@@ -1,0 +1,1 @@
+"""Running eagle2: what stands around the services."""

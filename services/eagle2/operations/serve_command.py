@@ -1,0 +1,162 @@
+"""``eagle2 serve``: a Serve config, with what flags and environment change in it, on a Ray of its own."""
+
+from __future__ import annotations
+
+import copy
+import importlib.resources
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn, cast
+
+import yaml
+
+from eagle2.config import ENV_PREFIX, HttpSettings, Settings, load_settings
+from eagle2.errors import ConfigError, Eagle2Error, ModelError
+from eagle2.operations.deployment_status import read_progress
+from eagle2.operations.local_cluster import LocalCluster
+
+_PROPOSER = "DraftProposer"
+
+
+def run(config: Path | None, flags: Mapping[str, Any]) -> int:
+    """Serve until Ctrl-C or SIGTERM. Returns the exit status: 0 when ended that way, 1 when it could not start."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        document = read_config(config)
+        settings = settings_of(document, flags)
+        _refuse_taken_port(settings.http)
+        _prepare_model(settings)
+        _say("Starting Ray")
+        _unset_environment()
+        with LocalCluster() as cluster:
+            signal.signal(signal.SIGTERM, _interrupt)  # Ray put its own in place
+            application = document["applications"][0]["name"]
+            cluster.deploy(with_settings(document, settings, cluster.directory))
+            _wait_until_ready(settings.http, application)
+            _announce(settings.http)
+            while True:
+                signal.pause()
+    except KeyboardInterrupt:
+        _say("Stopped")
+        return 0
+    except Eagle2Error as error:
+        print(f"eagle2 serve: {error}", file=sys.stderr)
+        return 1
+
+
+def read_config(path: Path | None) -> dict[str, Any]:
+    """A Serve config with one application; the one that the package ships when ``path`` is None."""
+    try:
+        shipped = importlib.resources.files("eagle2") / "serve.yaml"
+        document = yaml.safe_load(path.read_text() if path else shipped.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}.") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from None
+    applications = document.get("applications") if isinstance(document, dict) else None
+    if not isinstance(applications, list) or len(applications) != 1 or not isinstance(applications[0], dict):
+        raise ConfigError(f"{path} is not a Serve config with one application.")
+    applications[0].setdefault("name", "eagle2")
+    return cast(dict[str, Any], document)
+
+
+def settings_of(document: Mapping[str, Any], flags: Mapping[str, Any]) -> Settings:
+    """What the config's ``args`` and ``http_options``, the environment and the flags set together."""
+    options = document.get("http_options") or {}
+    values = {**(document["applications"][0].get("args") or {})}
+    values["http"] = {key: options[key] for key in ("host", "port") if key in options} | (values.get("http") or {})
+    return load_settings(values, flags=flags, environ=True)
+
+
+def with_settings(document: Mapping[str, Any], settings: Settings, directory: Path) -> dict[str, Any]:
+    """The config to deploy: ``document`` with ``settings`` in it, sockets under ``directory``."""
+    config: dict[str, Any] = copy.deepcopy(dict(document))
+    config["http_options"] = {**(config.get("http_options") or {}), **settings.as_dict()["http"]}
+    args = settings.as_dict()
+    if args["pair"]["socket_dir"] is None:
+        args["pair"]["socket_dir"] = str(directory / "pairs")
+    application = config["applications"][0]
+    application["args"] = args
+    if settings.model.draft is None:
+        deployments = application.get("deployments") or []
+        application["deployments"] = [d for d in deployments if d.get("name") != _PROPOSER]
+    return config
+
+
+def _wait_until_ready(http: HttpSettings, application: str) -> None:
+    from ray import serve
+
+    said: tuple[str, ...] | None = None
+    while True:
+        progress = read_progress(serve.status(), application)
+        if progress.failure is not None:
+            raise ModelError(progress.failure)
+        if progress.running != said and (progress.running or progress.waiting):
+            said = progress.running
+            _say(f"Running: {', '.join(said) or 'none'}; starting: {', '.join(progress.waiting) or 'none'}")
+        if progress.running and not progress.waiting and _fetch(http, "/ready") is not None:
+            return
+        time.sleep(0.25)
+
+
+def _announce(http: HttpSettings) -> None:
+    models = json.loads(_fetch(http, "/v1/models") or b"{}").get("data") or [{}]
+    model = models[0]
+    details = ", ".join(str(model[key]) for key in ("id", "dtype") if key in model)
+    _say(f"Ready: {details} on {_url(http)} (Ctrl-C ends it)")
+
+
+def _url(http: HttpSettings) -> str:
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(http.host, http.host)
+    return f"http://{host}:{http.port}"
+
+
+def _fetch(http: HttpSettings, path: str) -> bytes | None:
+    try:
+        with urllib.request.urlopen(_url(http) + path, timeout=10) as response:
+            body: bytes = response.read()
+            return body
+    except (urllib.error.URLError, OSError):
+        return None
+
+
+def _refuse_taken_port(http: HttpSettings) -> None:
+    """Serve reports a port in use only after minutes of retries."""
+    family = socket.AF_INET6 if ":" in http.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((http.host, http.port))
+        except OSError as error:
+            raise ConfigError(f"{http.host}:{http.port} cannot be listened on: {error.strerror}.") from None
+
+
+def _prepare_model(settings: Settings) -> None:
+    """Convert or fetch once, here, where progress and refusals can be seen, and not in a replica with a time limit."""
+    from eagle2.models.loader import prepare
+
+    _say(f"Preparing {settings.model.target}")
+    prepare(settings.model)
+
+
+def _unset_environment() -> None:
+    """What the environment set is in the config by now; replicas inherit nothing that could set it once more."""
+    for variable in [v for v in os.environ if v.startswith(ENV_PREFIX) and "__" in v]:
+        del os.environ[variable]
+
+
+def _say(line: str) -> None:
+    print(f"eagle2 serve: {line}", file=sys.stderr, flush=True)
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt

@@ -1,0 +1,33 @@
+"""The router as a Serve deployment: the HTTP ingress. Its replicas never import torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from eagle2.config import Settings
+from eagle2.router.api import create_app
+from eagle2.router.serve_verifier import ServeVerifier
+from eagle2.router.settings import RouterSettings
+
+
+class Router:
+    """One replica: the HTTP API in front of the verifiers."""
+
+    def __init__(self, settings: Settings, verifiers: DeploymentHandle[Any]) -> None:
+        self._verifier = ServeVerifier(verifiers)
+        self._settings = RouterSettings(
+            model_name=settings.model.served_model_name,
+            default_max_tokens=settings.http.default_max_tokens,
+            request_timeout_s=settings.http.request_timeout_s,
+        )
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Serve calls this once, after the constructor."""
+        return create_app(self._verifier, self._settings)
+
+
+router = serve.deployment(name="Router")(serve.ingress()(Router))
