@@ -1,0 +1,103 @@
+"""Reading a request's body: bounded in size and time, then parsed into its schema."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive
+
+from eagle2.errors import RequestError
+from eagle2.router.failures import request_error
+from eagle2.router.settings import RouterSettings
+
+Schema = TypeVar("Schema", bound=BaseModel)
+
+# What is read and thrown away of a body that is too large, so that its sender gets to read the answer.
+_DRAIN_BYTES = 64 * 1024 * 1024
+_DRAIN_S = 5.0
+
+
+async def read_body(receive: Receive, headers: Mapping[str, str], settings: RouterSettings) -> bytes:
+    """The whole body. Raises RequestError with status 413, 415 or 408, ClientDisconnect when the client leaves."""
+    kind = headers.get("content-type", "application/json").split(";")[0].strip().lower()
+    if kind != "application/json":
+        raise RequestError(
+            "The content type of a request must be application/json.", code="unsupported_media_type", status=415
+        )
+    if headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise RequestError("Compressed request bodies are not served.", code="unsupported_content_encoding", status=415)
+    length = headers.get("content-length", "")
+    announced = int(length) if length.isascii() and length.isdigit() and len(length) < 20 else 0
+    try:
+        async with asyncio.timeout(settings.body_timeout_s):
+            return await _read(receive, announced, settings.max_body_bytes)
+    except TimeoutError as error:
+        raise RequestError(
+            f"The body did not arrive within {settings.body_timeout_s:g} seconds.", code="body_timeout", status=408
+        ) from error
+
+
+async def _read(receive: Receive, announced: int, limit: int) -> bytes:
+    chunks: list[bytes] = []
+    size = 0
+    while announced <= limit and size <= limit:
+        chunk, more = await _receive(receive)
+        size += len(chunk)
+        chunks.append(chunk)
+        if not more:
+            break
+    if announced <= limit and size <= limit:
+        return b"".join(chunks)
+    chunks.clear()
+    await _drain(receive, announced, size)
+    found = f"{announced}" if announced > limit else f"more than {limit}"
+    raise RequestError(
+        f"The body has {found} bytes, the most are {limit}.",
+        code="body_too_large",
+        status=413,
+    )
+
+
+async def _receive(receive: Receive) -> tuple[bytes, bool]:
+    message = await receive()
+    if message["type"] == "http.disconnect":
+        raise ClientDisconnect
+    return message.get("body", b""), message.get("more_body", False)
+
+
+async def _drain(receive: Receive, announced: int, size: int) -> None:
+    if announced > _DRAIN_BYTES:
+        return
+    try:
+        async with asyncio.timeout(_DRAIN_S):
+            more = True
+            while more and size <= _DRAIN_BYTES:
+                chunk, more = await _receive(receive)
+                size += len(chunk)
+    except TimeoutError:
+        return
+
+
+def parse_body(schema: type[Schema], body: bytes) -> Schema:
+    """``body`` as ``schema``. Raises RequestError that names the first field at fault."""
+    try:
+        value = json.loads(body.decode())
+    except RecursionError:
+        raise RequestError("The body is nested too deeply.", code="invalid_json") from None
+    except json.JSONDecodeError as error:
+        raise RequestError(
+            f"The body is no JSON: {error.msg} at line {error.lineno}, column {error.colno}.", code="invalid_json"
+        ) from error
+    except ValueError as error:  # no UTF-8, or a number with thousands of digits
+        raise RequestError("The body is no JSON in UTF-8.", code="invalid_json") from error
+    try:
+        return schema.model_validate(value)
+    except ValidationError as error:
+        raise request_error(error) from None  # its message quotes the body
+    except RecursionError:
+        raise RequestError("The body is nested too deeply.", code="invalid_json") from None

@@ -1,0 +1,98 @@
+"""From an HTTP request to a running generation: read, validate, tokenise, hand over."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from fastapi import Request
+from starlette.responses import Response
+
+from eagle2.protocol import GenerationRequest, Verifier
+from eagle2.router.body import parse_body, read_body
+from eagle2.router.identity import generation_id_of, tenant_of
+from eagle2.router.model import ModelSource, ServedModel
+from eagle2.router.parameters import sampling_params, stop_conditions
+from eagle2.router.replies import ChatShape, CompletionShape, ReplyShape
+from eagle2.router.reply import GenerationReply
+from eagle2.router.schemas import ChatBody, CompletionBody
+from eagle2.router.settings import RouterSettings
+from eagle2.telemetry.recorder import Recorder
+
+T = TypeVar("T")
+
+
+class Generations:
+    """Answers the two POST endpoints. Large bodies are parsed and tokenised off the event loop, a few at a time."""
+
+    def __init__(
+        self,
+        verifier: Verifier,
+        models: ModelSource,
+        settings: RouterSettings,
+        recorder: Recorder,
+        *,
+        draw_seed: Callable[[], int],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._verifier = verifier
+        self._models = models
+        self._settings = settings
+        self._recorder = recorder
+        self._draw_seed = draw_seed
+        self._clock = clock
+        self._workers = ThreadPoolExecutor(settings.worker_threads, thread_name_prefix="eagle2-text")
+
+    def close(self) -> None:
+        """Let the worker threads end."""
+        self._workers.shutdown(wait=False, cancel_futures=True)
+
+    async def answer(self, request: Request, schema: type[ChatBody] | type[CompletionBody], endpoint: str) -> Response:
+        """The reply of one generation. Raises RequestError, UnavailableError or ClientDisconnect."""
+        raw = await read_body(request.receive, request.headers, self._settings)
+        body = await self._run(len(raw), lambda: parse_body(schema, raw))
+        model = await self._models.get()
+        model.check_name(body.model)
+        generation = await self._run(len(raw), lambda: self._prepare(request, body, model))
+        return GenerationReply(
+            self._verifier,
+            generation,
+            self._shape(body, model, generation),
+            stream=body.stream,
+            include_usage=body.stream_options.include_usage,
+            endpoint=endpoint,
+            settings=self._settings,
+            recorder=self._recorder,
+        )
+
+    async def _run(self, size: int, work: Callable[[], T]) -> T:
+        if size <= self._settings.inline_body_bytes:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._workers, work)
+
+    def _prepare(self, request: Request, body: ChatBody | CompletionBody, model: ServedModel) -> GenerationRequest:
+        sampling = sampling_params(body, model.description.vocab_size, self._draw_seed)
+        prompt_ids = model.prompt_ids(body)
+        timeout = self._settings.request_timeout_s
+        return GenerationRequest(
+            request_id=generation_id_of(request.state.request_id),
+            tenant=tenant_of(request.headers.get("authorization")),
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            stop=stop_conditions(body, prompt_ids, model.description, self._settings.default_max_tokens),
+            speculation=body.speculation,
+            deadline=None if timeout is None else self._clock() + timeout,
+        )
+
+    def _shape(self, body: ChatBody | CompletionBody, model: ServedModel, generation: GenerationRequest) -> ReplyShape:
+        shape, prefix = (ChatShape, "chatcmpl") if isinstance(body, ChatBody) else (CompletionShape, "cmpl")
+        return shape(
+            id=f"{prefix}-{generation.request_id}",
+            created=int(self._clock()),
+            model=model.name,
+            include_usage=body.stream and body.stream_options.include_usage,
+            prompt_ids=generation.prompt_ids if body.return_token_ids else None,
+        )

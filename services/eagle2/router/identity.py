@@ -1,0 +1,40 @@
+"""Who asks, and under which id. Keys are hashed here and go no further."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
+ANONYMOUS = "anonymous"
+
+
+def tenant_of(authorization: str | None) -> str:
+    """An opaque tenant from the bearer key of an Authorization header."""
+    scheme, _, key = (authorization or "").strip().partition(" ")
+    if scheme.lower() != "bearer" or not key.strip():
+        return ANONYMOUS
+    return framed_hash("tenant", key.strip())
+
+
+def framed_hash(*parts: str) -> str:
+    """SHA-256 over the parts, each with its length before it, so that ("ab", "c") is not ("a", "bc")."""
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode("utf-8", "surrogateescape")
+        digest.update(len(data).to_bytes(8, "big"))
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def request_id_of(header: str | None) -> str:
+    """The client's own id when it is well-formed (1 to 128 of A-Z a-z 0-9 . _ : -), else a new one."""
+    if header is not None and _REQUEST_ID.fullmatch(header):
+        return header
+    return f"req-{secrets.token_hex(12)}"
+
+
+def generation_id_of(request_id: str) -> str:
+    """Unique also when two clients send the same request id, which must not let them meet in the verifier."""
+    return f"{request_id}.{secrets.token_hex(6)}"

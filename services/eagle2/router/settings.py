@@ -1,0 +1,49 @@
+"""The limits of the HTTP layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from eagle2.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSettings:
+    """What an operator may set of the HTTP layer. Times are in seconds, sizes in bytes.
+
+    ``model_name`` replaces the name that the verifier gives. ``default_max_tokens`` bounds answers whose request
+    names no bound; None lets them run to the end of the context. ``request_timeout_s`` becomes the deadline that a
+    generation carries. Bodies of up to ``inline_body_bytes`` are read on the event loop, larger ones in one of
+    ``worker_threads`` threads. A write that does not drain in ``slow_reader_timeout_s`` ends its generation.
+    """
+
+    model_name: str | None = None
+    default_max_tokens: int | None = None
+    max_body_bytes: int = 4 * 1024 * 1024
+    body_timeout_s: float = 30.0
+    slow_reader_timeout_s: float = 30.0
+    request_timeout_s: float | None = None
+    probe_timeout_s: float = 2.0
+    describe_timeout_s: float = 30.0
+    close_timeout_s: float = 5.0
+    inline_body_bytes: int = 16 * 1024
+    worker_threads: int = 2
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError where a limit is not positive."""
+        for name in (
+            "default_max_tokens",
+            "max_body_bytes",
+            "body_timeout_s",
+            "slow_reader_timeout_s",
+            "request_timeout_s",
+            "probe_timeout_s",
+            "describe_timeout_s",
+            "close_timeout_s",
+            "worker_threads",
+        ):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"The router's {name} must be above 0, not {value!r}.")
+        if self.model_name == "":
+            raise ConfigError("The router's model_name must not be empty.")

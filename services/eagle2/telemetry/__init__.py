@@ -1,0 +1,1 @@
+"""Names and rendering of everything that is measured."""

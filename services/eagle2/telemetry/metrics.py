@@ -1,0 +1,132 @@
+"""Every metric of router and verifier, declared once. docs/reference/metrics.md follows this file.
+
+A snapshot is a flat ``dict[str, float]``: the declared name, with labels written as ``name{pos="1"}`` where there are
+any (``Metric.sample`` writes it). The exposition puts ``eagle2_`` before every name. Names follow vLLM where it has
+one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+NAMESPACE = "eagle2"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric. ``buckets`` are the upper bounds of a histogram, ascending, without infinity."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+    def sample(self, suffix: str = "", **labels: object) -> str:
+        """The key of one value in a snapshot. The labels must be the declared ones (``le`` too in a bucket)."""
+        declared = (*self.labels, "le") if suffix == "_bucket" else self.labels
+        assert set(labels) == set(declared), f"{self.name} has the labels {declared}, not {tuple(labels)}"
+        if not labels:
+            return self.name + suffix
+        pairs = ",".join(f'{name}="{_escape(str(labels[name]))}"' for name in declared)
+        return f"{self.name}{suffix}{{{pairs}}}"
+
+
+def _escape(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0)
+
+# Router
+REQUESTS = Metric("requests_total", "counter", "HTTP requests answered.", ("endpoint", "status"))
+REQUESTS_ABORTED = Metric(
+    "requests_aborted_total", "counter", "Generations that the client's side ended early.", ("endpoint", "reason")
+)
+STREAM_ERRORS = Metric("stream_errors_total", "counter", "Streams that ended in an error event.", ("endpoint",))
+ROUTER_REQUESTS_RUNNING = Metric("router_requests_running", "gauge", "Generations that this router is serving.")
+TIME_TO_FIRST_TOKEN = Metric(
+    "time_to_first_token_seconds", "histogram", "From a parsed request to its first commit.", ("endpoint",), _SECONDS
+)
+REQUEST_SECONDS = Metric(
+    "e2e_request_latency_seconds", "histogram", "From a parsed request to its end.", ("endpoint",), _SECONDS
+)
+VERIFIER_UP = Metric("verifier_up", "gauge", "1 when a verifier answered this scrape, else 0.")
+
+ROUTER_METRICS = (
+    REQUESTS,
+    REQUESTS_ABORTED,
+    STREAM_ERRORS,
+    ROUTER_REQUESTS_RUNNING,
+    TIME_TO_FIRST_TOKEN,
+    REQUEST_SECONDS,
+    VERIFIER_UP,
+)
+
+# Verifier and its pair
+NUM_REQUESTS_RUNNING = Metric("num_requests_running", "gauge", "Sequences in the batch.")
+NUM_REQUESTS_WAITING = Metric("num_requests_waiting", "gauge", "Sequences that wait for a place in the batch.")
+REQUEST_SUCCESS = Metric("request_success_total", "counter", "Sequences that ended on their own.", ("finished_reason",))
+NUM_REQUESTS_ABORTED = Metric("num_requests_aborted_total", "counter", "Sequences ended because their reader left.")
+NUM_REQUESTS_FAILED = Metric("num_requests_failed_total", "counter", "Sequences that ended in an error.")
+NUM_PREEMPTIONS = Metric("num_preemptions_total", "counter", "Sequences put back because slots ran out.")
+PROMPT_TOKENS = Metric("prompt_tokens_total", "counter", "Prompt tokens taken in.")
+CACHED_PROMPT_TOKENS = Metric("prompt_tokens_cached_total", "counter", "Prompt tokens found in the cache.")
+GENERATION_TOKENS = Metric("generation_tokens_total", "counter", "Tokens committed.")
+CYCLES = Metric("cycles_total", "counter", "Steps of the batch.")
+NUM_DRAFTS = Metric("spec_decode_num_drafts_total", "counter", "Trees that the target verified.")
+NUM_DRAFT_TOKENS = Metric("spec_decode_num_draft_tokens_total", "counter", "Drafted tokens that were verified.")
+NUM_ACCEPTED_TOKENS = Metric(
+    "spec_decode_num_accepted_tokens_total", "counter", "Drafted tokens accepted, the bonus not counted."
+)
+NUM_ACCEPTED_TOKENS_PER_POS = Metric(
+    "spec_decode_num_accepted_tokens_per_pos_total", "counter", "Trees accepted at least this deep.", ("pos",)
+)
+MEAN_ACCEPTANCE_LENGTH = Metric(
+    "spec_decode_mean_acceptance_length", "gauge", "Committed tokens by cycle, over the newest trees."
+)
+LOW_ACCEPTANCE = Metric(
+    "spec_decode_low_acceptance", "gauge", "1 while drafting hardly helps (mean acceptance length under 1.05)."
+)
+PROPOSER_UP = Metric("proposer_up", "gauge", "1 while a proposer is paired, else 0.")
+PAIRINGS = Metric("pairings_total", "counter", "Times that a proposer was paired.")
+STALE_REPLIES = Metric("stale_replies_total", "counter", "Draft replies dropped as late, doubled or foreign.")
+DRAFT_TIMEOUTS = Metric("draft_timeouts_total", "counter", "Steps that waited for their trees in vain.")
+NON_FINITE_DRAFTS = Metric("non_finite_drafts_total", "counter", "Trees missing because of a NaN or infinity.")
+FALLBACK_SECONDS = Metric("fallback_seconds_total", "counter", "Time decoded plainly for want of a proposer.")
+DRAFT_SECONDS = Metric("draft_seconds_total", "counter", "Time that steps waited for their trees.")
+VERIFY_SECONDS = Metric("verify_seconds_total", "counter", "Time in the target's forward pass.")
+KV_SLOTS_USED = Metric("kv_slots_used", "gauge", "KV slots that hold a token.", ("side",))
+KV_SLOTS_TOTAL = Metric("kv_slots_total", "gauge", "KV slots there are.", ("side",))
+
+VERIFIER_METRICS = (
+    NUM_REQUESTS_RUNNING,
+    NUM_REQUESTS_WAITING,
+    REQUEST_SUCCESS,
+    NUM_REQUESTS_ABORTED,
+    NUM_REQUESTS_FAILED,
+    NUM_PREEMPTIONS,
+    PROMPT_TOKENS,
+    CACHED_PROMPT_TOKENS,
+    GENERATION_TOKENS,
+    CYCLES,
+    NUM_DRAFTS,
+    NUM_DRAFT_TOKENS,
+    NUM_ACCEPTED_TOKENS,
+    NUM_ACCEPTED_TOKENS_PER_POS,
+    MEAN_ACCEPTANCE_LENGTH,
+    LOW_ACCEPTANCE,
+    PROPOSER_UP,
+    PAIRINGS,
+    STALE_REPLIES,
+    DRAFT_TIMEOUTS,
+    NON_FINITE_DRAFTS,
+    FALLBACK_SECONDS,
+    DRAFT_SECONDS,
+    VERIFY_SECONDS,
+    KV_SLOTS_USED,
+    KV_SLOTS_TOTAL,
+)
+
+METRICS = ROUTER_METRICS + VERIFIER_METRICS
