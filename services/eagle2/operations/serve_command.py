@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib.resources
-import json
 import os
 import signal
 import socket
@@ -23,6 +22,7 @@ from eagle2.config import ENV_PREFIX, HttpSettings, Settings, load_settings
 from eagle2.errors import ConfigError, Eagle2Error, ModelError
 from eagle2.operations.deployment_status import read_progress
 from eagle2.operations.local_cluster import LocalCluster
+from eagle2.protocol import ModelDescription
 
 _PROPOSER = "DraftProposer"
 
@@ -42,7 +42,7 @@ def run(config: Path | None, flags: Mapping[str, Any]) -> int:
             application = document["applications"][0]["name"]
             cluster.deploy(with_settings(document, settings, cluster.directory))
             _wait_until_ready(settings.http, application)
-            _announce(settings.http)
+            _announce(settings.http, application)
             while True:
                 signal.pause()
     except KeyboardInterrupt:
@@ -108,11 +108,12 @@ def _wait_until_ready(http: HttpSettings, application: str) -> None:
         time.sleep(0.25)
 
 
-def _announce(http: HttpSettings) -> None:
-    models = json.loads(_fetch(http, "/v1/models") or b"{}").get("data") or [{}]
-    model = models[0]
-    details = ", ".join(str(model[key]) for key in ("id", "dtype") if key in model)
-    _say(f"Ready: {details} on {_url(http)} (Ctrl-C ends it)")
+def _announce(http: HttpSettings, application: str) -> None:
+    from ray import serve
+
+    verifier = serve.get_deployment_handle("TargetVerifier", application)
+    model: ModelDescription = verifier.describe.remote().result(timeout_s=30)
+    _say(f"Ready: {model.name} in {model.dtype} on {_url(http)} (Ctrl-C ends it)")
 
 
 def _url(http: HttpSettings) -> str:
