@@ -6,11 +6,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from eagle2.errors import ModelError
+from eagle2.models.rope import RopeConfig, read_rope
 
-RopeKind = Literal["none", "linear", "llama3"]
+__all__ = ["DraftConfig", "RopeConfig", "TargetConfig", "read_json"]
+
 Json = Mapping[str, Any]
 
 # Values that transformers assumes for a key that config.json does not have; published files rely on them.
@@ -57,21 +59,6 @@ _MODEL_TYPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary positions: base ``theta`` and how frequencies are scaled beyond the trained length.
-
-    The last three fields are used by kind ``llama3`` only; ``original_max_position`` is in tokens.
-    """
-
-    theta: float
-    kind: RopeKind
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class TargetConfig:
     """The shape of a target. ``sliding_window`` (tokens) is kept, not applied: the context must be capped to it.
 
@@ -108,16 +95,15 @@ class TargetConfig:
         _refuse_unsupported(values, folder)
         qwen2 = architecture == "Qwen2ForCausalLM"
         attention_bias = bool(values.get("attention_bias")) and architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM")
-        generation = (
-            read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
-        )
+        beside = folder / "generation_config.json"
+        generation = read_json(beside) if beside.is_file() else {}
         bos = generation.get("bos_token_id", values["bos_token_id"])
         return cls(
             architecture=architecture,
             **_sizes(values, folder),
             num_layers=_positive(values, "num_hidden_layers", folder),
             rms_norm_eps=float(values.get("rms_norm_eps", 1e-6)),
-            rope=_rope(values, folder),
+            rope=read_rope(values, folder),
             qkv_bias=qwen2 or attention_bias,
             o_bias=attention_bias,
             mlp_bias=bool(values.get("mlp_bias")) and architecture == "LlamaForCausalLM",
@@ -155,7 +141,7 @@ class DraftConfig:
         return cls(
             **_sizes(values, folder),
             rms_norm_eps=float(values.get("rms_norm_eps", 1e-6)),
-            rope=_rope(values, folder),
+            rope=read_rope(values, folder),
             fc_bias=bool(values.get("bias", True)),
             qkv_bias=bool(values.get("qkv_bias", False)),
         )
@@ -220,37 +206,6 @@ def _sizes(values: Json, folder: Path) -> dict[str, int]:
         "head_dim": head_dim,
         "max_position_embeddings": _positive(values, "max_position_embeddings", folder),
     }
-
-
-def _rope(values: Json, folder: Path) -> RopeConfig:
-    # transformers 5 writes one dict, rope_parameters; before, rope_theta stood beside rope_scaling.
-    scaling: Json = values.get("rope_scaling") or values.get("rope_parameters") or {}
-    theta = scaling.get("rope_theta")
-    if theta is None:
-        theta = values.get("rope_theta")
-    theta = 10000.0 if theta is None else float(theta)
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    partial = scaling.get("partial_rotary_factor", values.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        raise ModelError(f"{folder}: partial_rotary_factor {partial} is not supported; supported is 1.")
-    try:
-        if kind == "default":
-            return RopeConfig(theta, "none")
-        if kind == "linear":
-            return RopeConfig(theta, "linear", factor=float(scaling["factor"]))
-        if kind == "llama3":
-            original = values.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings")
-            return RopeConfig(
-                theta,
-                "llama3",
-                factor=float(scaling["factor"]),
-                low_freq_factor=float(scaling["low_freq_factor"]),
-                high_freq_factor=float(scaling["high_freq_factor"]),
-                original_max_position=int(original or values["max_position_embeddings"]),
-            )
-    except KeyError as error:
-        raise ModelError(f"{folder}: rope scaling {kind!r} needs the key {error}, which its config lacks.") from None
-    raise ModelError(f"{folder}: rope scaling {kind!r} is not supported; supported are none, 'linear' and 'llama3'.")
 
 
 def _sliding_window(values: Json, architecture: str) -> int | None:

@@ -63,8 +63,7 @@ def convert(path: Path, folder: Path) -> None:
     config = _config(path, metadata, reader.tensors, names)
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", config)
-    ends = end_token_ids(metadata)
-    generation = {"bos_token_id": config["bos_token_id"], "eos_token_id": ends}
+    generation = {"bos_token_id": config["bos_token_id"], "eos_token_id": end_token_ids(metadata)}
     _write_json(folder / "generation_config.json", generation)
     build_tokenizer(metadata).save(str(folder / "tokenizer.json"))
     _write_json(folder / "tokenizer_config.json", tokenizer_config(metadata))
@@ -97,7 +96,6 @@ def _config(path: Path, metadata: Mapping[str, Any], tensors: list[Any], names: 
         )
     window = metadata.get(f"{kind}.attention.sliding_window")
     name = "MistralForCausalLM" if kind == "llama" and window else _ARCHITECTURES[kind]
-    biases = _attention_bias(path, kind, names)
     return {
         "architectures": [name],
         "model_type": name.removesuffix("ForCausalLM").lower(),
@@ -114,7 +112,7 @@ def _config(path: Path, metadata: Mapping[str, Any], tensors: list[Any], names: 
         "hidden_act": "silu",
         "rope_theta": float(value("rope.freq_base", 10000.0)),
         "rope_scaling": _rope_scaling(path, kind, metadata, tensors, head_dim),
-        "attention_bias": biases,
+        "attention_bias": _attention_bias(path, kind, names),
         "mlp_bias": False,
         "sliding_window": window,
         "tie_word_embeddings": "output.weight" not in names,
@@ -172,6 +170,7 @@ def _write_tensors(path: Path, tensors: list[Any], config: Mapping[str, Any], ki
         file = "model.safetensors" if whole else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         shard = {_hf_name(path, t.name): _tensor(path, t, config, kind) for t in group}
         save_file(shard, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(0o644)  # safetensors makes it private, but a cache folder may be shared
         weight_map |= dict.fromkeys(shard, file)
     if len(groups) > 1:
         _write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})

@@ -104,9 +104,7 @@ def _byte_level(metadata: Mapping[str, Any]) -> Tokenizer:
         )
     merges = [tuple(merge.split(" ")) for merge in metadata[_PREFIX + "merges"]]
     # Llama 3 takes a word that is a token as it is, even where no merges lead to it.
-    tokenizer = Tokenizer(
-        models.BPE(vocab=_ids(metadata), merges=merges, ignore_merges=splitter == "llama-bpe")  # type: ignore[arg-type]
-    )
+    tokenizer = Tokenizer(models.BPE(vocab=_ids(metadata), merges=merges, ignore_merges=splitter == "llama-bpe"))
     if splitter in _SPLITS:
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [
@@ -127,7 +125,7 @@ def _byte_level(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def _sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
-    """A SentencePiece BPE. It stores scores, not merges: any two pieces merge whose join is a piece, best score first."""
+    """A SentencePiece BPE. It stores scores, not merges: two pieces merge where their join is one, best score first."""
     ids = _ids(metadata)
     scores: Sequence[float] = metadata[_PREFIX + "scores"]
     mergeable = {token for token, kind in _vocabulary(metadata) if kind == TokenType.NORMAL}

@@ -16,6 +16,9 @@ class TextStream:
     The released parts together are ``tokenizer.decode`` of all ids, cut before the first stop string. Two things are
     held back: a character whose bytes are not complete, and a suffix that may begin a stop string. Each token costs a
     decode of a few tokens, not of the whole text.
+
+    One difference is wanted: where a tokenizer writes rare characters as single-byte tokens, ``decode`` turns a whole
+    run of them into replacement characters when one byte is broken; a stream has released the good ones before.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str] = ()) -> None:
@@ -30,14 +33,16 @@ class TextStream:
         self._pending: list[int] = []
         self._given = 0  # characters of the pending group's text that were handed on
         self._tail = ""  # text that may begin a stop string
+        self._finished = False
         self.characters_released = 0
-        self.stopped = False
+        self.stopped = False  # a stop string is complete
 
     def push(self, token_id: int) -> tuple[str, bool]:
         """Take one token; return the text that it releases and whether a stop string is complete now.
 
         Of several stop strings the one that begins first in the text counts. Tokens after a stop are ignored.
         """
+        assert not self._finished, "a finished stream takes no tokens"
         if self.stopped:
             return "", True
         return self._release(self._decode(token_id)), self.stopped
@@ -45,13 +50,11 @@ class TextStream:
     def finish(self) -> str:
         """Return all text that is still held back. The stream takes no tokens afterwards."""
         rest = "" if self.stopped else self._pending_text(self._pending)[self._given :]
-        self._pending, self._given = [], 0
         text = self._release(rest)
-        if not self.stopped:
-            text += self._tail
-            self.characters_released += len(self._tail)
-        self._tail, self.stopped = "", True
-        return text
+        tail, self._tail = self._tail, ""  # empty after a stop
+        self.characters_released += len(tail)
+        self._finished = True
+        return text + tail
 
     def prime(self, ids: Iterable[int]) -> int:
         """Bring a fresh stream to the state after ``ids``; return how many characters these released.
