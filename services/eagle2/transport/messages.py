@@ -54,6 +54,7 @@ class DraftStatus(IntEnum):
     MISSING = 2  # fewer rows held than ``base``; ``held`` says how many
     FULL = 3  # no slots free for this sequence
     NON_FINITE = 4  # a feature or an output was NaN or infinite; this sequence's rows were dropped
+    TOO_LONG = 5  # positions beyond what the head was trained for; nothing was taken
 
 
 @dataclass(frozen=True, slots=True)

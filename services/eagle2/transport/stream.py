@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import struct
 from pathlib import Path
@@ -72,13 +73,10 @@ class FrameStream:
         return kind, body
 
     def hung_up(self) -> bool:
-        """Whether the peer has closed its end and left nothing to read."""
-        try:
-            return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
+        """Whether the peer has closed its end, whatever is left to read."""
+        watch = select.poll()
+        watch.register(self._socket, select.POLLRDHUP)  # POLLHUP and POLLERR are always reported
+        return bool(watch.poll(0))
 
     def shutdown(self) -> None:
         """End the connection for both sides; a thread that waits in ``read`` or ``send`` wakes up."""

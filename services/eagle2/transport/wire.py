@@ -82,21 +82,21 @@ def encode_step(step: DraftStep) -> Frame:
 
     Raises ``FrameError`` for a shape or dtype that the message does not allow, or a number out of range.
     """
-    shared = step.entries[0].features if step.entries else torch.empty(0, 0)
-    table: list[bytes] = []
-    tokens: list[bytes] = []
+    entries = step.entries
+    dtype, hidden = _shared_features(entries)
+    table: list[int] = []
     features: Frame = []
-    for entry in step.entries:
-        _check_entry(entry, shared)
-        rows = entry.tokens.shape[0]
-        table.append(_pack(_ENTRY, entry.sequence, entry.cycle, entry.base, rows, entry.draft))
-        if rows:
-            tokens.append(_array(entry.tokens).tobytes())
+    for entry in entries:
+        rows = _check_entry(entry, dtype, hidden)
+        table += (entry.sequence, entry.cycle, entry.base, rows, entry.draft)
+        if rows and hidden:
             features.append(_memory(entry.features))
-    counts = (step.depth, step.top_k, step.num_draft_tokens, len(step.entries), len(step.closed))
-    fixed = _pack(_STEP, step.incarnation, step.step, *counts, shared.shape[1], _NAMES[shared.dtype])
-    closed = _pack(struct.Struct(f"<{len(step.closed)}q"), *step.closed)
-    return _frame(FrameKind.STEP, b"".join((fixed, *table, closed, *tokens)), features)
+    counts = (step.depth, step.top_k, step.num_draft_tokens, len(entries), len(step.closed))
+    fixed = _pack(_STEP.format, step.incarnation, step.step, *counts, hidden, _NAMES[dtype])
+    tables = _pack("<" + _ENTRY.format[1:] * len(entries), *table)
+    closed = _pack(f"<{len(step.closed)}q", *step.closed)
+    tokens = _joined([entry.tokens for entry in entries])
+    return _frame(FrameKind.STEP, b"".join((fixed, tables, closed, tokens)), features)
 
 
 def decode_step(body: Body) -> DraftStep:
@@ -138,21 +138,17 @@ def decode_step(body: Body) -> DraftStep:
 
 def encode_reply(reply: DraftReply) -> Frame:
     """A whole frame as buffers to be sent in order. Raises ``FrameError`` like ``encode_step``."""
-    table: list[bytes] = []
-    tokens: list[bytes] = []
-    parents: list[bytes] = []
-    scores: list[bytes] = []
-    for tree in reply.trees:
-        _check_tree(tree)
-        nodes = tree.tokens.shape[0]
-        table.append(_pack(_TREE, tree.sequence, tree.cycle, tree.held, tree.status, nodes))
-        if nodes:
-            tokens.append(_array(tree.tokens).tobytes())
-            parents.append(_array(tree.parents).tobytes())
-            scores.append(_array(tree.scores).tobytes())
+    trees = reply.trees
+    table: list[int] = []
+    for tree in trees:
+        table += (tree.sequence, tree.cycle, tree.held, tree.status, _check_tree(tree))
     clock = (reply.received, reply.finished, reply.slots_used, reply.slots_total)
-    fixed = _pack(_REPLY, reply.incarnation, reply.step, *clock, len(reply.trees))
-    return _frame(FrameKind.REPLY, b"".join((fixed, *table, *tokens, *parents, *scores)), [])
+    fixed = _pack(_REPLY.format, reply.incarnation, reply.step, *clock, len(trees))
+    tables = _pack("<" + _TREE.format[1:] * len(trees), *table)
+    tokens = _joined([tree.tokens for tree in trees])
+    parents = _joined([tree.parents for tree in trees])
+    scores = _joined([tree.scores for tree in trees])
+    return _frame(FrameKind.REPLY, b"".join((fixed, tables, tokens, parents, scores)), [])
 
 
 def decode_reply(body: Body) -> DraftReply:
@@ -189,7 +185,7 @@ def decode_reply(body: Body) -> DraftReply:
 
 def encode_text(kind: FrameKind, incarnation: int, text: str) -> Frame:
     """A frame of the greeting."""
-    return _frame(kind, _pack(_TEXT, incarnation) + text.encode(), [])
+    return _frame(kind, _pack(_TEXT.format, incarnation) + text.encode(), [])
 
 
 def decode_text(body: Body) -> tuple[int, str]:
@@ -222,32 +218,46 @@ def decode_header(header: Body | bytes) -> tuple[FrameKind, int]:
     return FrameKind(kind), length
 
 
-def _check_entry(entry: DraftEntry, shared: torch.Tensor) -> None:
-    features, tokens = entry.features, entry.tokens
+def _shared_features(entries: tuple[DraftEntry, ...]) -> tuple[torch.dtype, int]:
+    """Dtype and hidden size of a step's features."""
+    if not entries:
+        return torch.float32, 0
+    features = entries[0].features
     if features.dtype not in _NAMES:
-        raise FrameError(f"sequence {entry.sequence}: features of {features.dtype} are none of {', '.join(_DTYPES)}")
-    if tokens.dtype != torch.int64:
-        raise FrameError(f"sequence {entry.sequence}: tokens are int64, not {tokens.dtype}")
-    if features.dim() != 2 or tokens.shape != features.shape[:1]:
-        raise FrameError(
-            f"sequence {entry.sequence}: features of shape {tuple(features.shape)} do not go with tokens of shape "
-            f"{tuple(tokens.shape)}"
-        )
-    if features.dtype != shared.dtype or features.shape[1] != shared.shape[1]:
-        raise FrameError(
-            f"sequence {entry.sequence}: its features are {features.dtype} of {features.shape[1]}, those of the first "
-            f"entry {shared.dtype} of {shared.shape[1]}; a step has one target"
-        )
+        raise FrameError(f"features of {features.dtype} are none of {', '.join(_DTYPES)}")
+    return features.dtype, features.shape[-1] if features.dim() else 0
 
 
-def _check_tree(tree: DraftTree) -> None:
+def _check_entry(entry: DraftEntry, dtype: torch.dtype, hidden: int) -> int:
+    """The number of rows of an entry that fits its step."""
+    features, tokens = entry.features, entry.tokens
+    rows = tokens.numel()
+    if tokens.shape != (rows,) or tokens.dtype != torch.int64:
+        raise FrameError(f"sequence {entry.sequence}: tokens of shape {tuple(tokens.shape)} and {tokens.dtype}")
+    if features.shape != (rows, hidden) or features.dtype != dtype:
+        raise FrameError(
+            f"sequence {entry.sequence}: features of shape {tuple(features.shape)} and {features.dtype} instead of "
+            f"({rows}, {hidden}) and {dtype}, which its tokens and the step's first entry ask for"
+        )
+    return rows
+
+
+def _check_tree(tree: DraftTree) -> int:
+    """The number of drafted nodes of a well-formed tree."""
     parts = (tree.tokens, tree.parents, tree.scores)
-    if tree.tokens.dim() != 1 or not tree.tokens.shape == tree.parents.shape == tree.scores.shape:
-        shapes = ", ".join(str(tuple(part.shape)) for part in parts)
-        raise FrameError(f"sequence {tree.sequence}: tokens, parents and scores of a tree have the shapes {shapes}")
-    if (tree.tokens.dtype, tree.parents.dtype, tree.scores.dtype) != _TREE_DTYPES:
-        dtypes = ", ".join(str(part.dtype) for part in parts)
-        raise FrameError(f"sequence {tree.sequence}: tokens, parents and scores of a tree are of {dtypes}")
+    nodes = tree.tokens.numel()
+    for part, dtype in zip(parts, _TREE_DTYPES, strict=True):
+        if part.shape != (nodes,) or part.dtype != dtype:
+            found = ", ".join(f"{tuple(part.shape)} {part.dtype}" for part in parts)
+            raise FrameError(f"sequence {tree.sequence}: tokens, parents and scores of a tree are {found}")
+    return nodes
+
+
+def _joined(tensors: list[torch.Tensor]) -> bytes:
+    """The bytes of (n,) tensors of one dtype, one after another."""
+    if not tensors:
+        return b""
+    return _array(torch.cat(tensors)).tobytes()
 
 
 def _array(tensor: torch.Tensor) -> npt.NDArray[Any]:
@@ -258,8 +268,8 @@ def _array(tensor: torch.Tensor) -> npt.NDArray[Any]:
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
-    """The bytes of the elements in row-major order; without a copy when they lie like that on the CPU already."""
-    return np.ascontiguousarray(_array(tensor)).reshape(-1).view(np.uint8).data
+    """The bytes of a tensor that is not empty, in row-major order; its own memory if it lies like that on the CPU."""
+    return np.ascontiguousarray(_array(tensor)).data.cast("B")
 
 
 def _view(body: Body, dtype: torch.dtype, count: int, offset: int) -> torch.Tensor:
@@ -269,9 +279,9 @@ def _view(body: Body, dtype: torch.dtype, count: int, offset: int) -> torch.Tens
     return torch.frombuffer(body, dtype=dtype, count=count, offset=offset)
 
 
-def _pack(layout: struct.Struct, *values: object) -> bytes:
+def _pack(layout: str, *values: object) -> bytes:
     try:
-        return layout.pack(*values)
+        return struct.pack(layout, *values)
     except struct.error as error:
         raise FrameError(f"a number of {values} does not fit its field: {error}") from error
 

@@ -1,0 +1,349 @@
+"""The bytes of the pair protocol: values survive, nonsense is refused with a sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eagle2.transport.features import FeatureRangeError, features_as
+from eagle2.transport.messages import DraftEntry, DraftReply, DraftStatus, DraftStep, DraftTree
+from eagle2.transport.wire import (
+    HEADER_BYTES,
+    MAX_BODY_BYTES,
+    Frame,
+    FrameError,
+    FrameKind,
+    decode_header,
+    decode_reply,
+    decode_step,
+    decode_text,
+    encode_reply,
+    encode_step,
+    encode_text,
+)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def body_of(frame: Frame, kind: FrameKind) -> bytearray:
+    """What a peer would receive after the header."""
+    data = b"".join(frame)
+    assert decode_header(data[:HEADER_BYTES]) == (kind, len(data) - HEADER_BYTES)
+    return bytearray(data[HEADER_BYTES:])
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal shape, dtype and bytes, NaN included."""
+    return (
+        one.dtype == other.dtype
+        and one.shape == other.shape
+        and one.contiguous().view(-1).view(torch.uint8).tolist()
+        == other.contiguous().view(-1).view(torch.uint8).tolist()
+    )
+
+
+def step_of(*entries: DraftEntry, closed: tuple[int, ...] = ()) -> DraftStep:
+    return DraftStep(2**63 + 5, 17, 6, 10, 59, entries, closed)
+
+
+def entry_of(features: torch.Tensor, sequence: int = 3) -> DraftEntry:
+    return DraftEntry(sequence, 4, 0, features, torch.arange(features.shape[0]))
+
+
+def through_wire(features: torch.Tensor) -> torch.Tensor:
+    """Features as the other side sees them."""
+    return decode_step(body_of(encode_step(step_of(entry_of(features))), FrameKind.STEP)).entries[0].features
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> DraftStep:
+    dtype = draw(st.sampled_from(DTYPES))
+    hidden = draw(st.integers(0, 9))
+    int64 = st.integers(-(2**63), 2**63 - 1)
+    seed = draw(st.integers(0, 2**31))
+    generator = torch.Generator().manual_seed(seed)
+    entries = []
+    for _ in range(draw(st.integers(0, 5))):
+        rows = draw(st.integers(0, 4))
+        features = torch.randn(rows, hidden, generator=generator).to(dtype)
+        tokens = torch.tensor(draw(st.lists(int64, min_size=rows, max_size=rows)), dtype=torch.int64)
+        entries.append(DraftEntry(draw(int64), draw(int64), draw(int64), features, tokens, draw(st.booleans())))
+    uint32 = st.integers(0, 2**32 - 1)
+    uint64 = st.integers(0, 2**64 - 1)
+    closed = tuple(draw(st.lists(int64, max_size=4)))
+    return DraftStep(draw(uint64), draw(uint64), draw(uint32), draw(uint32), draw(uint32), tuple(entries), closed)
+
+
+@st.composite
+def replies(draw: st.DrawFn) -> DraftReply:
+    int64 = st.integers(-(2**63), 2**63 - 1)
+    trees = []
+    for _ in range(draw(st.integers(0, 5))):
+        tokens = draw(st.lists(int64, max_size=5))
+        parents = draw(st.lists(int64, min_size=len(tokens), max_size=len(tokens)))
+        scores = draw(st.lists(st.floats(width=32), min_size=len(tokens), max_size=len(tokens)))
+        trees.append(
+            DraftTree(
+                draw(int64),
+                draw(int64),
+                draw(st.sampled_from(DraftStatus)),
+                draw(int64),
+                torch.tensor(tokens, dtype=torch.int64),
+                torch.tensor(parents, dtype=torch.int64),
+                torch.tensor(scores, dtype=torch.float32),
+            )
+        )
+    uint64 = st.integers(0, 2**64 - 1)
+    return DraftReply(draw(uint64), draw(uint64), tuple(trees), draw(int64), draw(int64), draw(int64), draw(int64))
+
+
+@given(steps())
+def test_step_round_trip(step: DraftStep) -> None:
+    found = decode_step(body_of(encode_step(step), FrameKind.STEP))
+    names = ("incarnation", "step", "depth", "top_k", "num_draft_tokens", "closed")
+    assert [getattr(found, name) for name in names] == [getattr(step, name) for name in names]
+    assert len(found.entries) == len(step.entries)
+    for one, other in zip(found.entries, step.entries, strict=True):
+        assert (one.sequence, one.cycle, one.base, one.draft) == (other.sequence, other.cycle, other.base, other.draft)
+        assert same_bits(one.features, other.features)
+        assert same_bits(one.tokens, other.tokens)
+
+
+@given(replies())
+def test_reply_round_trip(reply: DraftReply) -> None:
+    found = decode_reply(body_of(encode_reply(reply), FrameKind.REPLY))
+    names = ("incarnation", "step", "received", "finished", "slots_used", "slots_total")
+    assert [getattr(found, name) for name in names] == [getattr(reply, name) for name in names]
+    assert len(found.trees) == len(reply.trees)
+    for one, other in zip(found.trees, reply.trees, strict=True):
+        assert (one.sequence, one.cycle, one.status, one.held) == (
+            other.sequence,
+            other.cycle,
+            other.status,
+            other.held,
+        )
+        assert same_bits(one.tokens, other.tokens)
+        assert same_bits(one.parents, other.parents)
+        assert same_bits(one.scores, other.scores)
+
+
+@pytest.mark.parametrize(
+    "values", [[1.0, -2.5, 300.0, 70000.0], [0.0, -0.0, 6.1e-5, 65519.0], [-3.5e4, 2.0, 1e-3, 512.0]]
+)
+@pytest.mark.parametrize("receiver", DTYPES)
+@pytest.mark.parametrize("sender", DTYPES)
+def test_features_arrive_by_value(sender: torch.dtype, receiver: torch.dtype, values: list[float]) -> None:
+    sent = torch.tensor([values], dtype=torch.float64).to(sender)
+    received = through_wire(sent)
+    assert received.dtype == sender
+    assert same_bits(received, sent)
+    overflows = sent.isfinite() & sent.to(receiver).isinf()
+    if bool(overflows.any()):
+        with pytest.raises(FeatureRangeError, match=r"does not fit torch\.float16"):
+            features_as(received, receiver)
+        return
+    converted = features_as(received, receiver)
+    assert converted.dtype == receiver
+    # one bf16 step is 2**-8 of the value; fp16 loses an absolute 6e-8 near zero
+    torch.testing.assert_close(converted.double(), sent.double(), rtol=2**-8, atol=6e-8)
+
+
+@pytest.mark.parametrize("value", [70000.0, -70000.0, 1e30, 65520.0])
+def test_overflow_is_named_and_never_becomes_infinite(value: float) -> None:
+    features = through_wire(torch.tensor([[1.0, -2.5], [300.0, value]], dtype=torch.float32))
+    with pytest.raises(FeatureRangeError, match=r"a feature of magnitude .* does not fit torch\.float16, .* 65504"):
+        features_as(features, torch.float16)
+
+
+def test_bfloat16_overflow_of_float32_is_refused() -> None:
+    with pytest.raises(FeatureRangeError, match="bfloat16"):
+        features_as(torch.tensor([3.4e38]), torch.bfloat16)
+
+
+def test_what_is_no_number_already_passes_on() -> None:
+    features = through_wire(torch.tensor([[float("nan"), float("inf")], [-float("inf"), 3.0]]))
+    converted = features_as(features, torch.float16)
+    assert converted.isnan().tolist() == [[True, False], [False, False]]
+    assert converted.isinf().tolist() == [[False, True], [True, False]]
+
+
+def test_same_dtype_is_no_copy_and_integers_are_refused() -> None:
+    features = torch.ones(2, 3, dtype=torch.bfloat16)
+    assert features_as(features, torch.bfloat16) is features
+    with pytest.raises(ValueError, match=r"not torch\.int16"):
+        features_as(features.view(torch.int16), torch.float16)
+
+
+def test_a_nan_row_leaves_its_neighbours_alone() -> None:
+    rows = torch.randn(4, 1, 8)
+    rows[2] = float("nan")
+    step = step_of(*(entry_of(rows[index], sequence=index) for index in range(4)))
+    found = decode_step(body_of(encode_step(step), FrameKind.STEP)).entries
+    assert [bool(entry.features.isfinite().all()) for entry in found] == [True, True, False, True]
+    assert all(same_bits(found[index].features, rows[index]) for index in (0, 1, 3))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda base: base[:12].view(3, 4).t(),
+        lambda base: base.view(6, 10)[::2, 1:9:3],
+        lambda base: base[:5].expand(3, 5),
+        lambda base: base.as_strided((1, 3), (7, 3)),
+        lambda base: base.as_strided((3, 1), (1, 5)),
+        lambda base: base.as_strided((1, 1), (9, 9)),
+    ],
+    ids=["transposed", "strided", "expanded", "one-row", "one-column", "one-number"],
+)
+def test_non_contiguous_features(view: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> None:
+    sent = view(torch.arange(60.0).to(dtype))
+    assert through_wire(sent).tolist() == sent.tolist()
+
+
+def test_non_contiguous_tokens_and_trees() -> None:
+    tokens = torch.arange(10)[::3]
+    step = DraftStep(1, 1, 2, 2, 4, (DraftEntry(1, 1, 0, torch.ones(4, 2), tokens),))
+    assert decode_step(body_of(encode_step(step), FrameKind.STEP)).entries[0].tokens.tolist() == [0, 3, 6, 9]
+    tree = DraftTree(1, 1, DraftStatus.OK, 4, tokens, torch.zeros(8, dtype=torch.int64)[::2], torch.arange(8.0)[::2])
+    found = decode_reply(body_of(encode_reply(DraftReply(1, 1, (tree,), 0, 0, 0, 1)), FrameKind.REPLY)).trees[0]
+    assert found.tokens.tolist() == [0, 3, 6, 9]
+    assert found.scores.tolist() == [0.0, 2.0, 4.0, 6.0]
+
+
+@pytest.mark.parametrize("shape", [(0, 7), (3, 0), (0, 0)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_zero_length_features(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    found = through_wire(torch.empty(shape, dtype=dtype))
+    assert (found.shape, found.dtype) == (shape, dtype)
+
+
+def test_gradients_do_not_hinder() -> None:
+    features = torch.ones(2, 3, requires_grad=True)
+    found = through_wire(features)
+    assert not found.requires_grad
+    assert found.tolist() == [[1.0] * 3] * 2
+
+
+def test_contiguous_features_are_sent_from_their_own_memory() -> None:
+    features = torch.zeros(3, 8, dtype=torch.bfloat16)
+    frame = encode_step(step_of(entry_of(features)))
+    features[1, 2] = 5.0
+    assert decode_step(body_of(frame, FrameKind.STEP)).entries[0].features[1, 2] == 5.0
+
+
+@pytest.mark.parametrize(
+    ("entry", "sentence"),
+    [
+        (DraftEntry(7, 1, 0, torch.ones(2, 4), torch.arange(3)), r"sequence 7: features of shape \(2, 4\)"),
+        (DraftEntry(7, 1, 0, torch.ones(2), torch.arange(2)), r"sequence 7: features of shape \(2,\)"),
+        (DraftEntry(7, 1, 0, torch.ones(2, 4).double(), torch.arange(2)), r"features of torch\.float64 are none of"),
+        (DraftEntry(7, 1, 0, torch.ones(2, 4), torch.arange(2).int()), r"sequence 7: tokens .* torch\.int32"),
+        (DraftEntry(7, 1, 0, torch.ones(2, 4), torch.ones(2, 1).long()), r"sequence 7: tokens of shape \(2, 1\)"),
+        (DraftEntry(2**63, 1, 0, torch.ones(2, 4), torch.arange(2)), "9223372036854775808.* does not fit"),
+    ],
+)
+def test_steps_that_cannot_be_sent(entry: DraftEntry, sentence: str) -> None:
+    with pytest.raises(FrameError, match=sentence):
+        encode_step(step_of(entry))
+
+
+def test_one_step_has_one_kind_of_features() -> None:
+    with pytest.raises(FrameError, match=r"sequence 9: .* torch\.float32 instead of \(2, 4\) and torch\.bfloat16"):
+        encode_step(step_of(entry_of(torch.ones(2, 4).bfloat16()), entry_of(torch.ones(2, 4), sequence=9)))
+
+
+def test_a_step_over_the_limit_is_refused_before_it_is_sent() -> None:
+    rows = torch.zeros(1, 1).expand(MAX_BODY_BYTES // 4, 1)
+    with pytest.raises(FrameError, match="send its rows in chunks"):
+        encode_step(step_of(DraftEntry(1, 1, 0, rows, torch.zeros(1, dtype=torch.int64).expand(rows.shape[0]))))
+
+
+def test_trees_that_cannot_be_sent() -> None:
+    tokens, scores = torch.arange(3), torch.zeros(3)
+    for tree in (
+        DraftTree(5, 1, DraftStatus.OK, 1, tokens, tokens[:2], scores),
+        DraftTree(5, 1, DraftStatus.OK, 1, tokens, tokens, scores.double()),
+    ):
+        with pytest.raises(FrameError, match="sequence 5: tokens, parents and scores"):
+            encode_reply(DraftReply(1, 1, (tree,), 0, 0, 0, 0))
+
+
+def header(magic: bytes = b"EAG2", version: int = 1, kind: int = 5, length: int = 0) -> bytes:
+    return struct.pack("<4sHHQ", magic, version, kind, length)
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (header(magic=b"HTTP"), "opens with b'HTTP'"),
+        (header(version=2), "speaks version 2 .* speaks version 1"),
+        (header(kind=99), "kind 99"),
+        (header(length=2**63), "announces 9223372036854775808 bytes"),
+        (header(length=MAX_BODY_BYTES + 1), f"more than the {MAX_BODY_BYTES} allowed"),
+        (header()[:-1], "has 16 bytes, not 15"),
+        (b"", "has 16 bytes, not 0"),
+    ],
+)
+def test_bad_headers(data: bytes, sentence: str) -> None:
+    with pytest.raises(FrameError, match=sentence):
+        decode_header(data)
+
+
+def test_claims_of_a_body_are_checked_against_its_length() -> None:
+    step = body_of(encode_step(step_of(entry_of(torch.ones(3, 4)), closed=(1, 2))), FrameKind.STEP)
+    for offset in (28, 32, 36):  # counts of entries and of closed sequences, hidden size
+        broken = bytearray(step)
+        struct.pack_into("<I", broken, offset, 0xFFFFFFFF)
+        with pytest.raises(FrameError, match=r"a step of .* bytes"):
+            decode_step(broken)
+    broken = bytearray(step)
+    broken[40:48] = b"float64\0"
+    with pytest.raises(FrameError, match="float64"):
+        decode_step(broken)
+
+
+def test_an_unknown_status_is_refused() -> None:
+    none = torch.empty(0, dtype=torch.int64)
+    tree = DraftTree(5, 1, DraftStatus.FULL, 1, none, none, torch.empty(0))
+    reply = body_of(encode_reply(DraftReply(1, 1, (tree,), 0, 0, 0, 0)), FrameKind.REPLY)
+    struct.pack_into("<I", reply, 56 + 24, 77)
+    with pytest.raises(FrameError, match="status 77"):
+        decode_reply(reply)
+
+
+@given(steps(), st.data())
+def test_a_cut_step_is_refused(step: DraftStep, data: st.DataObject) -> None:
+    whole = body_of(encode_step(step), FrameKind.STEP)
+    cut = data.draw(st.integers(0, len(whole) - 1))
+    with pytest.raises(FrameError):
+        decode_step(whole[:cut])
+    with pytest.raises(FrameError):
+        decode_step(whole + b"\0")
+
+
+@settings(max_examples=300)
+@given(
+    st.one_of(st.binary(max_size=200).map(bytearray), steps().map(lambda s: body_of(encode_step(s), FrameKind.STEP))),
+    st.data(),
+)
+def test_random_damage_never_escapes_as_another_error(body: bytearray, data: st.DataObject) -> None:
+    for _ in range(data.draw(st.integers(0, 4))):
+        if body:
+            body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
+    for decode in (decode_step, decode_reply, decode_text):
+        with contextlib.suppress(FrameError):
+            decode(body)
+
+
+def test_greeting_round_trip() -> None:
+    body = body_of(encode_text(FrameKind.HELLO, 2**64 - 1, "llama-3 é 中"), FrameKind.HELLO)
+    assert decode_text(body) == (2**64 - 1, "llama-3 é 中")
+    with pytest.raises(FrameError, match="no UTF-8"):
+        decode_text(body + b"\xff")
