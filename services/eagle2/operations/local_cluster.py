@@ -36,6 +36,7 @@ class LocalCluster:
 
     def __init__(self) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="eagle2-", dir="/tmp"))
+        self._applications: list[str] = []
         self._environment = {**_QUIET, _MARK: str(self.directory)}
 
     def __enter__(self) -> Self:
@@ -70,8 +71,10 @@ class LocalCluster:
 
         with _uninterrupted():
             if ray.is_initialized():
-                with contextlib.suppress(Exception):
-                    serve.shutdown()  # type: ignore[no-untyped-call]
+                # Lets replicas finish what they hold. Serve's own shutdown takes longer and prints what it kills.
+                for application in self._applications:
+                    with contextlib.suppress(Exception):
+                        serve.delete(application)
                 ray.shutdown()
             self._reap(timeout_s=5.0)
             shutil.rmtree(self.directory, ignore_errors=True)
@@ -87,6 +90,7 @@ class LocalCluster:
             proxy_location=schema.proxy_location,
             global_logging_config=schema.logging_config,
         )
+        self._applications += [application.name for application in schema.applications]
         client.deploy_apps(schema, _blocking=False)
 
     def _reap(self, timeout_s: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.resources
+import logging
 import os
 import signal
 import socket
@@ -30,6 +31,8 @@ _PROPOSER = "DraftProposer"
 def run(config: Path | None, flags: Mapping[str, Any]) -> int:
     """Serve until Ctrl-C or SIGTERM. Returns the exit status: 0 when ended that way, 1 when it could not start."""
     signal.signal(signal.SIGTERM, _interrupt)
+    logging.basicConfig(level=logging.WARNING, format="eagle2 serve: %(message)s")
+    logging.getLogger("eagle2").setLevel(logging.INFO)
     try:
         document = read_config(config)
         settings = settings_of(document, flags)
@@ -143,10 +146,14 @@ def _refuse_taken_port(http: HttpSettings) -> None:
 
 def _prepare_model(settings: Settings) -> None:
     """Convert or fetch once, here, where progress and refusals can be seen, and not in a replica with a time limit."""
-    from eagle2.models.loader import prepare
+    from eagle2.models.architecture import DraftConfig, TargetConfig
+    from eagle2.models.loader import resolve_draft, resolve_target
 
-    _say(f"Preparing {settings.model.target}")
-    prepare(settings.model)
+    target, draft = settings.model.target, settings.model.draft
+    _say(f"Preparing the target {target!r} " + ("without a draft" if draft is None else f"and the draft {draft!r}"))
+    TargetConfig.from_folder(resolve_target(target))
+    if draft is not None:
+        DraftConfig.from_folder(resolve_draft(draft))
 
 
 def _unset_environment() -> None:
