@@ -33,34 +33,24 @@ async def read_body(receive: Receive, headers: Mapping[str, str], settings: Rout
         raise RequestError("Compressed request bodies are not served.", code="unsupported_content_encoding", status=415)
     length = headers.get("content-length", "")
     announced = int(length) if length.isascii() and length.isdigit() and len(length) < 20 else 0
+    limit = settings.max_body_bytes
+    body, more = bytearray(), True
     try:
         async with asyncio.timeout(settings.body_timeout_s):
-            return await _read(receive, announced, settings.max_body_bytes)
+            while more and announced <= limit and len(body) <= limit:
+                chunk, more = await _receive(receive)
+                body += chunk
     except TimeoutError as error:
         raise RequestError(
             f"The body did not arrive within {settings.body_timeout_s:g} seconds.", code="body_timeout", status=408
         ) from error
-
-
-async def _read(receive: Receive, announced: int, limit: int) -> bytes:
-    chunks: list[bytes] = []
-    size = 0
-    while announced <= limit and size <= limit:
-        chunk, more = await _receive(receive)
-        size += len(chunk)
-        chunks.append(chunk)
-        if not more:
-            break
-    if announced <= limit and size <= limit:
-        return b"".join(chunks)
-    chunks.clear()
-    await _drain(receive, announced, size)
+    if announced <= limit and len(body) <= limit:
+        return bytes(body)
+    if more and announced <= _DRAIN_BYTES:
+        body.clear()
+        await _drain(receive)
     found = f"{announced}" if announced > limit else f"more than {limit}"
-    raise RequestError(
-        f"The body has {found} bytes, the most are {limit}.",
-        code="body_too_large",
-        status=413,
-    )
+    raise RequestError(f"The body has {found} bytes, the most are {limit}.", code="body_too_large", status=413)
 
 
 async def _receive(receive: Receive) -> tuple[bytes, bool]:
@@ -70,12 +60,10 @@ async def _receive(receive: Receive) -> tuple[bytes, bool]:
     return message.get("body", b""), message.get("more_body", False)
 
 
-async def _drain(receive: Receive, announced: int, size: int) -> None:
-    if announced > _DRAIN_BYTES:
-        return
+async def _drain(receive: Receive) -> None:
+    size, more = 0, True
     try:
         async with asyncio.timeout(_DRAIN_S):
-            more = True
             while more and size <= _DRAIN_BYTES:
                 chunk, more = await _receive(receive)
                 size += len(chunk)

@@ -99,7 +99,7 @@ class GenerationReply(Response):
             while not commits.finished:
                 commit = await commits.next()
                 await self._send(write, b"", commit)
-        except (ClientGone, SlowReader):
+        except SlowReader:
             raise
         except Exception as error:
             await write({"type": "http.response.body", "body": self._failure(error)})

@@ -201,7 +201,7 @@ class GenerationBody(_Body):
     n: Annotated[Any, _only(1, why="Only one choice (n = 1) is served")] = 1
     user: Label | None = None
     session_id: Label | None = None
-    metadata: Annotated[dict[Label, Label], Field(max_length=16)] = Field(default_factory=dict)
+    metadata: Annotated[dict[Label, Label], Field(max_length=16), FailFast()] = Field(default_factory=dict)
     store: bool = False
     service_tier: Label | None = None
     prompt_cache_key: Label | None = None

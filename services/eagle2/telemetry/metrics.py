@@ -98,7 +98,7 @@ FALLBACK_SECONDS = Metric("fallback_seconds_total", "counter", "Time decoded pla
 DRAFT_SECONDS = Metric("draft_seconds_total", "counter", "Time that steps waited for their trees.")
 VERIFY_SECONDS = Metric("verify_seconds_total", "counter", "Time in the target's forward pass.")
 KV_SLOTS_USED = Metric("kv_slots_used", "gauge", "KV slots that hold a token.", ("side",))
-KV_SLOTS_TOTAL = Metric("kv_slots_total", "gauge", "KV slots there are.", ("side",))
+KV_SLOTS_CAPACITY = Metric("kv_slots_capacity", "gauge", "KV slots there are.", ("side",))
 
 VERIFIER_METRICS = (
     NUM_REQUESTS_RUNNING,
@@ -126,7 +126,7 @@ VERIFIER_METRICS = (
     DRAFT_SECONDS,
     VERIFY_SECONDS,
     KV_SLOTS_USED,
-    KV_SLOTS_TOTAL,
+    KV_SLOTS_CAPACITY,
 )
 
 METRICS = ROUTER_METRICS + VERIFIER_METRICS
