@@ -62,10 +62,10 @@ def connect(request: pytest.FixtureRequest, carrier: Open) -> Open:
     return lambda handler: WRAPPERS[request.param](carrier(handler))
 
 
-def oracle(**options: int) -> OracleHandler:
+def oracle(slots: int = 100) -> OracleHandler:
     """Counts on from the root: 7 is followed by 8, 9, ..."""
     return OracleHandler(
-        lambda context: list(range(context[-1] + 1, context[-1] + 9)), incarnation=INCARNATION, **options
+        lambda context: list(range(context[-1] + 1, context[-1] + 9)), incarnation=INCARNATION, slots=slots
     )
 
 

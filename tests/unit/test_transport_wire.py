@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle2.transport.features import FeatureRangeError, features_as
 from eagle2.transport.messages import DraftEntry, DraftReply, DraftStatus, DraftStep, DraftTree
 from eagle2.transport.wire import (
-    HEADER_BYTES,
     MAX_BODY_BYTES,
-    Frame,
     FrameError,
     FrameKind,
     decode_header,
@@ -27,38 +23,7 @@ from eagle2.transport.wire import (
     encode_step,
     encode_text,
 )
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def body_of(frame: Frame, kind: FrameKind) -> bytearray:
-    """What a peer would receive after the header."""
-    data = b"".join(frame)
-    assert decode_header(data[:HEADER_BYTES]) == (kind, len(data) - HEADER_BYTES)
-    return bytearray(data[HEADER_BYTES:])
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equal shape, dtype and bytes, NaN included."""
-    return (
-        one.dtype == other.dtype
-        and one.shape == other.shape
-        and one.contiguous().view(-1).view(torch.uint8).tolist()
-        == other.contiguous().view(-1).view(torch.uint8).tolist()
-    )
-
-
-def step_of(*entries: DraftEntry, closed: tuple[int, ...] = ()) -> DraftStep:
-    return DraftStep(2**63 + 5, 17, 6, 10, 59, entries, closed)
-
-
-def entry_of(features: torch.Tensor, sequence: int = 3) -> DraftEntry:
-    return DraftEntry(sequence, 4, 0, features, torch.arange(features.shape[0]))
-
-
-def through_wire(features: torch.Tensor) -> torch.Tensor:
-    """Features as the other side sees them."""
-    return decode_step(body_of(encode_step(step_of(entry_of(features))), FrameKind.STEP)).entries[0].features
+from fakes.frames import DTYPES, body_of, entry_of, same_bits, step_of
 
 
 @st.composite
@@ -133,80 +98,6 @@ def test_reply_round_trip(reply: DraftReply) -> None:
         assert same_bits(one.scores, other.scores)
 
 
-@pytest.mark.parametrize(
-    "values", [[1.0, -2.5, 300.0, 70000.0], [0.0, -0.0, 6.1e-5, 65519.0], [-3.5e4, 2.0, 1e-3, 512.0]]
-)
-@pytest.mark.parametrize("receiver", DTYPES)
-@pytest.mark.parametrize("sender", DTYPES)
-def test_features_arrive_by_value(sender: torch.dtype, receiver: torch.dtype, values: list[float]) -> None:
-    sent = torch.tensor([values], dtype=torch.float64).to(sender)
-    received = through_wire(sent)
-    assert received.dtype == sender
-    assert same_bits(received, sent)
-    overflows = sent.isfinite() & sent.to(receiver).isinf()
-    if bool(overflows.any()):
-        with pytest.raises(FeatureRangeError, match=r"does not fit torch\.float16"):
-            features_as(received, receiver)
-        return
-    converted = features_as(received, receiver)
-    assert converted.dtype == receiver
-    # one bf16 step is 2**-8 of the value; fp16 loses an absolute 6e-8 near zero
-    torch.testing.assert_close(converted.double(), sent.double(), rtol=2**-8, atol=6e-8)
-
-
-@pytest.mark.parametrize("value", [70000.0, -70000.0, 1e30, 65520.0])
-def test_overflow_is_named_and_never_becomes_infinite(value: float) -> None:
-    features = through_wire(torch.tensor([[1.0, -2.5], [300.0, value]], dtype=torch.float32))
-    with pytest.raises(FeatureRangeError, match=r"a feature of magnitude .* does not fit torch\.float16, .* 65504"):
-        features_as(features, torch.float16)
-
-
-def test_bfloat16_overflow_of_float32_is_refused() -> None:
-    with pytest.raises(FeatureRangeError, match="bfloat16"):
-        features_as(torch.tensor([3.4e38]), torch.bfloat16)
-
-
-def test_what_is_no_number_already_passes_on() -> None:
-    features = through_wire(torch.tensor([[float("nan"), float("inf")], [-float("inf"), 3.0]]))
-    converted = features_as(features, torch.float16)
-    assert converted.isnan().tolist() == [[True, False], [False, False]]
-    assert converted.isinf().tolist() == [[False, True], [True, False]]
-
-
-def test_same_dtype_is_no_copy_and_integers_are_refused() -> None:
-    features = torch.ones(2, 3, dtype=torch.bfloat16)
-    assert features_as(features, torch.bfloat16) is features
-    with pytest.raises(ValueError, match=r"not torch\.int16"):
-        features_as(features.view(torch.int16), torch.float16)
-
-
-def test_a_nan_row_leaves_its_neighbours_alone() -> None:
-    rows = torch.randn(4, 1, 8)
-    rows[2] = float("nan")
-    step = step_of(*(entry_of(rows[index], sequence=index) for index in range(4)))
-    found = decode_step(body_of(encode_step(step), FrameKind.STEP)).entries
-    assert [bool(entry.features.isfinite().all()) for entry in found] == [True, True, False, True]
-    assert all(same_bits(found[index].features, rows[index]) for index in (0, 1, 3))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda base: base[:12].view(3, 4).t(),
-        lambda base: base.view(6, 10)[::2, 1:9:3],
-        lambda base: base[:5].expand(3, 5),
-        lambda base: base.as_strided((1, 3), (7, 3)),
-        lambda base: base.as_strided((3, 1), (1, 5)),
-        lambda base: base.as_strided((1, 1), (9, 9)),
-    ],
-    ids=["transposed", "strided", "expanded", "one-row", "one-column", "one-number"],
-)
-def test_non_contiguous_features(view: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> None:
-    sent = view(torch.arange(60.0).to(dtype))
-    assert through_wire(sent).tolist() == sent.tolist()
-
-
 def test_non_contiguous_tokens_and_trees() -> None:
     tokens = torch.arange(10)[::3]
     step = DraftStep(1, 1, 2, 2, 4, (DraftEntry(1, 1, 0, torch.ones(4, 2), tokens),))
@@ -215,27 +106,6 @@ def test_non_contiguous_tokens_and_trees() -> None:
     found = decode_reply(body_of(encode_reply(DraftReply(1, 1, (tree,), 0, 0, 0, 1)), FrameKind.REPLY)).trees[0]
     assert found.tokens.tolist() == [0, 3, 6, 9]
     assert found.scores.tolist() == [0.0, 2.0, 4.0, 6.0]
-
-
-@pytest.mark.parametrize("shape", [(0, 7), (3, 0), (0, 0)])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_zero_length_features(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    found = through_wire(torch.empty(shape, dtype=dtype))
-    assert (found.shape, found.dtype) == (shape, dtype)
-
-
-def test_gradients_do_not_hinder() -> None:
-    features = torch.ones(2, 3, requires_grad=True)
-    found = through_wire(features)
-    assert not found.requires_grad
-    assert found.tolist() == [[1.0] * 3] * 2
-
-
-def test_contiguous_features_are_sent_from_their_own_memory() -> None:
-    features = torch.zeros(3, 8, dtype=torch.bfloat16)
-    frame = encode_step(step_of(entry_of(features)))
-    features[1, 2] = 5.0
-    assert decode_step(body_of(frame, FrameKind.STEP)).entries[0].features[1, 2] == 5.0
 
 
 @pytest.mark.parametrize(

@@ -255,9 +255,9 @@ def _check_tree(tree: DraftTree) -> int:
 
 def _joined(tensors: list[torch.Tensor]) -> bytes:
     """The bytes of (n,) tensors of one dtype, one after another."""
-    if not tensors:
-        return b""
-    return _array(torch.cat(tensors)).tobytes()
+    if len(tensors) > 1:
+        return _array(torch.cat(tensors)).tobytes()
+    return _array(tensors[0]).tobytes() if tensors else b""
 
 
 def _array(tensor: torch.Tensor) -> npt.NDArray[Any]:
