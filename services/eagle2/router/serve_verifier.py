@@ -44,7 +44,7 @@ class ServeVerifier:
                 async for commit in response:
                     yield commit
         finally:
-            response.cancel()  # type: ignore[no-untyped-call]
+            response.cancel()
 
 
 @contextmanager
