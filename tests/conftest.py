@@ -6,5 +6,6 @@ import os
 
 # Set before torch is imported anywhere: the machines that run tests have few cores, and tests run beside servers.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("NUMBA_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

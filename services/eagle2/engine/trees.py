@@ -1,0 +1,51 @@
+"""Trees between the pair's messages and the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional as F
+
+from eagle2.speculative.tree import NO_NODE, Tree
+from eagle2.transport.messages import DraftTree
+
+
+def tree_of_reply(root: int, reply: DraftTree, vocab_size: int) -> Tree | None:
+    """The tree (B = 1) under ``root`` that a proposer sent; None when it is no tree over this vocabulary.
+
+    A proposer may be of another build, or broken: nothing that it says is taken for granted.
+    """
+    nodes = len(reply.tokens) + 1
+    if len(reply.parents) != nodes - 1 or len(reply.scores) != nodes - 1:
+        return None
+    if nodes > 1 and not (0 <= int(reply.tokens.min()) and int(reply.tokens.max()) < vocab_size):
+        return None
+    top = Tree.of_roots(torch.tensor([root]))
+    tree = Tree(
+        tokens=torch.cat([top.tokens, reply.tokens[None].long()], dim=1),
+        parents=torch.cat([top.parents, reply.parents[None].long()], dim=1),
+        scores=torch.cat([top.scores, reply.scores[None].float()], dim=1),
+        sizes=torch.tensor([nodes]),
+    )
+    try:
+        tree.check()
+    except (ValueError, IndexError, RuntimeError):
+        return None
+    return tree
+
+
+def batched(trees: Sequence[Tree]) -> Tree:
+    """Trees of one sequence each, padded to the largest, as one batch."""
+    nodes = max(tree.num_nodes for tree in trees)
+
+    def stacked(name: str, padding: float) -> torch.Tensor:
+        rows = [getattr(tree, name) for tree in trees]
+        return torch.cat([F.pad(row, (0, nodes - row.shape[1]), value=padding) for row in rows])
+
+    return Tree(
+        tokens=stacked("tokens", 0),
+        parents=stacked("parents", NO_NODE),
+        scores=stacked("scores", -torch.inf),
+        sizes=torch.cat([tree.sizes for tree in trees]),
+    )

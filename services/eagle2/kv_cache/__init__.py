@@ -1,0 +1,1 @@
+"""Token slots: who owns which place of a KV pool."""

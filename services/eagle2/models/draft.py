@@ -1,0 +1,63 @@
+"""The EAGLE-1/2 draft head: one decoder layer over fused (token embedding, feature) pairs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from eagle2.models.architecture import DraftConfig
+from eagle2.models.attention import KVPool, RowLayout
+from eagle2.models.layers import DecoderLayer, RotaryTable, Weights, common_tiles, padded_rows
+from eagle2.models.linear import Linear
+from eagle2.models.rows import Rows
+
+
+class DraftModel:
+    """Weights and forward of the head (EAGLE, arXiv 2401.15077, section 4.1); the KV cache is the caller's.
+
+    The embedding and the lm_head are the target's: ``embedding`` (V, H) and ``head_weight`` (V, H).
+    """
+
+    def __init__(
+        self,
+        config: DraftConfig,
+        weights: Weights,
+        embedding: Tensor,
+        head_weight: Tensor,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        max_positions: int | None = None,
+    ) -> None:
+        self.config, self.dtype, self.device = config, dtype, torch.device(device)
+        weights = {name: tensor.to(device=self.device, dtype=dtype) for name, tensor in weights.items()}
+        self._embedding = embedding.to(device=self.device, dtype=dtype)
+        self._fuse = Linear(weights["fc.weight"], weights.get("fc.bias"))
+        self._layer = DecoderLayer(weights, "layers.0.", config)
+        self._head = Linear(head_weight.to(device=self.device, dtype=dtype))
+        self._rotary = RotaryTable(
+            config.rope, config.head_dim, max_positions or config.max_position_embeddings, self.device
+        )
+        self._tiles = common_tiles((self._fuse, *self._layer.linears))
+
+    def new_pool(self, slots: int) -> KVPool:
+        config = self.config
+        return KVPool(1, slots, config.num_kv_heads, config.head_dim, self.dtype, self.device)
+
+    @torch.inference_mode()
+    def forward(self, rows: Rows, features: Tensor, pool: KVPool) -> Tensor:
+        """Predicted next features (T, H), un-normed. features (T, H): of each row's position; tokens: the next ones."""
+        padded = padded_rows(len(rows), self._tiles)
+        layout = RowLayout(rows, padded, torch.get_num_threads())
+        extra = padded - len(rows)
+        cos, sin = self._rotary.at(F.pad(rows.positions, (0, extra)))
+        embedded = self._embedding[F.pad(rows.tokens, (0, extra))]
+        # A 1-row linear may sum in another order, hence the padding before the first one already.
+        x = self._fuse(torch.cat([embedded, F.pad(features, (0, 0, 0, extra))], dim=-1))
+        return self._layer(x, cos, sin, layout, pool, 0)[: len(rows)]
+
+    @torch.inference_mode()
+    def logits(self, features: Tensor) -> Tensor:
+        """(T, H) -> (T, V) float32."""
+        return self._head(features).float()

@@ -1,0 +1,291 @@
+"""CPU kernels whose result for a row depends on nothing but that row's own inputs, bit for bit.
+
+Every query is folded over blocks of 64 *absolute positions*, one block after the other, with the same instructions
+whether the keys of a block are committed context or a draft path, and whatever else is in the batch. So a token's
+attention is the same in plain decoding, in a tree, in a prefill chunk, alone or in a batch.
+
+Numba compiles them at first use (cached on disk) and no C compiler is needed. bfloat16 comes as its bits (uint16).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit, prange, types
+from numba.extending import overload
+
+BLOCK = 64
+_CONTRACT = {"contract"}  # fused multiply-add, but no reordering: sums keep the order that is written here
+
+_ZERO, _HALF, _ONE = np.float32(0), np.float32(0.5), np.float32(1)
+_NEG_INF = np.float32(-np.inf)
+_EXP_LOW = np.float32(-87.0)  # below it exp is 0 in float32
+_LOG2E = np.float32(1.4426950408889634)
+_LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+# Minimax polynomial of exp on [-ln2/2, ln2/2] (Cephes), 1 ulp or so.
+_P0, _P1, _P2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
+_P3, _P4, _P5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
+
+
+def _widen(value):  # type: ignore[no-untyped-def]
+    """A stored number as float32: bfloat16 bits are the upper half of a float32's."""
+
+
+@overload(_widen, inline="always")
+def _widen_overload(value):  # type: ignore[no-untyped-def]
+    if value == types.uint16:
+        return lambda value: np.uint32(np.uint32(value) << np.uint32(16)).view(np.float32)
+    return lambda value: value
+
+
+def _store(array, i, j, k, value):  # type: ignore[no-untyped-def]
+    """Write a float32 in the array's own format, bfloat16 rounded to nearest even."""
+
+
+@overload(_store, inline="always")
+def _store_overload(array, i, j, k, value):  # type: ignore[no-untyped-def]
+    if array.dtype == types.uint16:
+
+        def store_bfloat16(array, i, j, k, value):  # type: ignore[no-untyped-def]
+            bits = value.view(np.uint32)
+            if value != value:
+                array[i, j, k] = np.uint16(0x7FC0)
+            else:
+                odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
+                array[i, j, k] = np.uint16(np.uint32(bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+
+        return store_bfloat16
+
+    def store_float32(array, i, j, k, value):  # type: ignore[no-untyped-def]
+        array[i, j, k] = value
+
+    return store_float32
+
+
+@njit(inline="always", fastmath=_CONTRACT)
+def _exp(x: Any) -> Any:
+    """exp of a float32 in [-87, 88]."""
+    n = np.floor(x * _LOG2E + _HALF)
+    r = x - n * _LN2_HIGH
+    r = r - n * _LN2_LOW
+    p = _P0
+    p = p * r + _P1
+    p = p * r + _P2
+    p = p * r + _P3
+    p = p * r + _P4
+    p = p * r + _P5
+    p = p * (r * r) + r + _ONE
+    bits = np.uint32(np.int32(np.int32(n) + np.int32(127)) << np.int32(23))
+    return p * bits.view(np.float32)
+
+
+@njit(fastmath=_CONTRACT, cache=True)
+def _fold_block(q, keys, values, valid, scale, s, t, o, m, l):  # type: ignore[no-untyped-def]
+    """Fold one block into a query's running softmax (online softmax): returns the new maximum and sum.
+
+    q (D,); keys (D, 64) so that lanes are positions; values (64, D); s (64,) and t (32,) scratch; o (D,) running
+    output; m, l running maximum and sum. Positions from ``valid`` on weigh nothing.
+    """
+    dim = q.shape[0]
+    for j in range(64):
+        s[j] = _ZERO
+    for d in range(0, dim, 8):
+        q0, q1, q2, q3 = q[d], q[d + 1], q[d + 2], q[d + 3]
+        q4, q5, q6, q7 = q[d + 4], q[d + 5], q[d + 6], q[d + 7]
+        for j in range(64):
+            a = q0 * keys[d, j]
+            a = q1 * keys[d + 1, j] + a
+            a = q2 * keys[d + 2, j] + a
+            a = q3 * keys[d + 3, j] + a
+            a = q4 * keys[d + 4, j] + a
+            a = q5 * keys[d + 5, j] + a
+            a = q6 * keys[d + 6, j] + a
+            a = q7 * keys[d + 7, j] + a
+            s[j] += a
+    for j in range(64):
+        s[j] = s[j] * scale if j < valid else _NEG_INF
+    # Maximum and sum as a fixed tree of halvings: vectors without any freedom of order.
+    for j in range(32):
+        t[j] = max(s[j], s[j + 32])
+    for j in range(16):
+        t[j] = max(t[j], t[j + 16])
+    for j in range(8):
+        t[j] = max(t[j], t[j + 8])
+    for j in range(4):
+        t[j] = max(t[j], t[j + 4])
+    top = max(m, max(max(t[0], t[1]), max(t[2], t[3])))
+    for j in range(64):
+        x = s[j] - top
+        s[j] = _exp(max(x, _EXP_LOW)) if x > _EXP_LOW else _ZERO
+    for j in range(32):
+        t[j] = s[j] + s[j + 32]
+    for j in range(16):
+        t[j] = t[j] + t[j + 16]
+    for j in range(8):
+        t[j] = t[j] + t[j + 8]
+    for j in range(4):
+        t[j] = t[j] + t[j + 4]
+    total = (t[0] + t[1]) + (t[2] + t[3])
+    x = m - top
+    keep = _exp(x) if x > _EXP_LOW else _ZERO
+    for d in range(dim):
+        o[d] = o[d] * keep
+    for j in range(0, valid, 8):
+        p0, p1, p2, p3 = s[j], s[j + 1], s[j + 2], s[j + 3]
+        p4, p5, p6, p7 = s[j + 4], s[j + 5], s[j + 6], s[j + 7]
+        for d in range(dim):
+            a = p0 * values[j, d]
+            a = p1 * values[j + 1, d] + a
+            a = p2 * values[j + 2, d] + a
+            a = p3 * values[j + 3, d] + a
+            a = p4 * values[j + 4, d] + a
+            a = p5 * values[j + 5, d] + a
+            a = p6 * values[j + 6, d] + a
+            a = p7 * values[j + 7, d] + a
+            o[d] += a
+    return top, l * keep + total
+
+
+@njit(cache=True)
+def _load_block(key_pool, value_pool, slots, first, count, head, keys, values):  # type: ignore[no-untyped-def]
+    """Copy positions first..first+count-1 into the block, transposed keys, and clear the other lanes."""
+    dim = keys.shape[0]
+    for j in range(count):
+        slot = slots[first + j]
+        for d in range(dim):
+            keys[d, j] = _widen(key_pool[slot, head, d])
+            values[j, d] = _widen(value_pool[slot, head, d])
+    for j in range(count, 64):
+        for d in range(dim):
+            keys[d, j] = _ZERO
+            values[j, d] = _ZERO
+
+
+@njit(cache=True)
+def _load_path(key_pool, value_pool, path, length, first, end, head, keys, values):  # type: ignore[no-untyped-def]
+    """Put the path's tokens at their true positions, those of [first, end), into the block beginning at ``first``."""
+    dim = keys.shape[0]
+    for position in range(max(first, length), end):
+        slot = path[position - length]
+        j = position - first
+        for d in range(dim):
+            keys[d, j] = _widen(key_pool[slot, head, d])
+            values[j, d] = _widen(value_pool[slot, head, d])
+
+
+@njit(parallel=True, fastmath=_CONTRACT, cache=True)
+def attend(q, key_pool, value_pool, tables, lengths, paths, path_lengths, tasks, scale, out):  # type: ignore[no-untyped-def]
+    """Attention of T rows over their context and path (see ``Rows``).
+
+    q, out (T, heads, D) float32; pools (S, kv_heads, D) uint16 or float32; tables (B, L), lengths (T,),
+    paths (T, P), path_lengths (T,) int32; tasks (X, 3) int32: sequence, first row, end row. Rows of one sequence
+    that have a path have equal lengths.
+    """
+    kv_heads = key_pool.shape[1]
+    dim = q.shape[2]
+    group = q.shape[1] // kv_heads
+    for work in prange(tasks.shape[0] * kv_heads):
+        task = work // kv_heads
+        head = work % kv_heads
+        table = tables[tasks[task, 0]]
+        begin = tasks[task, 1]
+        end = tasks[task, 2]
+        queries = (end - begin) * group
+        keys = np.empty((dim, 64), np.float32)
+        values = np.empty((64, dim), np.float32)
+        s = np.empty(64, np.float32)
+        t = np.empty(32, np.float32)
+        m = np.full(queries, _NEG_INF, np.float32)
+        l = np.zeros(queries, np.float32)
+        o = np.zeros((queries, dim), np.float32)
+        longest = 0
+        for row in range(begin, end):
+            longest = max(longest, lengths[row])
+
+        # Committed context. A block that a row's own path continues is left to the second loop.
+        for first in range(0, longest, 64):
+            _load_block(key_pool, value_pool, table, first, min(64, longest - first), head, keys, values)
+            for row in range(begin, end):
+                valid = min(64, lengths[row] - first)
+                if valid <= 0 or (valid < 64 and path_lengths[row] > 0):
+                    continue
+                for g in range(group):
+                    i = (row - begin) * group + g
+                    m[i], l[i] = _fold_block(
+                        q[row, head * group + g], keys, values, valid, scale, s, t, o[i], m[i], l[i]
+                    )
+
+        loaded = -1
+        for row in range(begin, end):
+            if path_lengths[row] == 0:
+                continue
+            length = lengths[row]
+            last = length + path_lengths[row]
+            for first in range(length // 64 * 64, last, 64):
+                if first <= length and loaded != length:
+                    _load_block(key_pool, value_pool, table, first, length - first, head, keys, values)
+                    loaded = length
+                if first > length:
+                    loaded = -1
+                valid = min(64, last - first)
+                _load_path(
+                    key_pool, value_pool, paths[row], length, first, first + valid, head, keys, values
+                )
+                for g in range(group):
+                    i = (row - begin) * group + g
+                    m[i], l[i] = _fold_block(
+                        q[row, head * group + g], keys, values, valid, scale, s, t, o[i], m[i], l[i]
+                    )
+
+        for row in range(begin, end):
+            for g in range(group):
+                i = (row - begin) * group + g
+                inverse = _ONE / l[i]
+                for d in range(dim):
+                    out[row, head * group + g, d] = o[i, d] * inverse
+
+
+@njit(cache=True)
+def rotate_and_store(qkv, cos, sin, slots, key_pool, value_pool, q):  # type: ignore[no-untyped-def]
+    """Split fused projections, rotate queries and keys (half-split RoPE), write keys and values to their slots.
+
+    qkv (T, (heads + 2 * kv_heads) * D) uint16 or float32; cos, sin (T, D/2) float32; slots (T,) int32, -1 for a
+    padding row; pools (S, kv_heads, D); q (T, heads, D) float32 out.
+    """
+    heads = q.shape[1]
+    kv_heads = key_pool.shape[1]
+    dim = q.shape[2]
+    half = dim // 2
+    for row in range(slots.shape[0]):
+        slot = slots[row]
+        if slot < 0:
+            continue
+        for head in range(heads + kv_heads):
+            base = head * dim
+            for d in range(half):
+                a = _widen(qkv[row, base + d])
+                b = _widen(qkv[row, base + half + d])
+                low = a * cos[row, d] - b * sin[row, d]
+                high = b * cos[row, d] + a * sin[row, d]
+                if head < heads:
+                    q[row, head, d] = low
+                    q[row, head, half + d] = high
+                else:
+                    _store(key_pool, slot, head - heads, d, low)
+                    _store(key_pool, slot, head - heads, half + d, high)
+        for head in range(kv_heads):
+            base = (heads + kv_heads + head) * dim
+            for d in range(dim):
+                _store(value_pool, slot, head, d, _widen(qkv[row, base + d]))
+
+
+@njit(cache=True)
+def silu_multiply(gate_up, out):  # type: ignore[no-untyped-def]
+    """silu(gate) * up. gate_up (T, 2I), out (T, 1, I), both uint16 or both float32."""
+    inner = out.shape[2]
+    for row in range(out.shape[0]):
+        for i in range(inner):
+            gate = _widen(gate_up[row, i])
+            x = min(max(-gate, _EXP_LOW), -_EXP_LOW)
+            _store(out, row, 0, i, gate / (_ONE + _exp(x)) * _widen(gate_up[row, inner + i]))

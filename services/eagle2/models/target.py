@@ -1,0 +1,62 @@
+"""The target model: a Llama-family decoder with its own lean forward over a slot pool."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from eagle2.models.architecture import TargetConfig
+from eagle2.models.attention import KVPool, RowLayout
+from eagle2.models.layers import DecoderLayer, RMSNorm, RotaryTable, Weights, common_tiles, padded_rows
+from eagle2.models.linear import Linear
+from eagle2.models.rows import Rows
+
+
+class TargetModel:
+    """Weights and forward; the KV cache is the caller's.
+
+    weights: tensors by Hugging Face name. ``max_positions`` bounds the rotary table (tokens).
+    """
+
+    def __init__(
+        self,
+        config: TargetConfig,
+        weights: Weights,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        max_positions: int | None = None,
+    ) -> None:
+        self.config, self.dtype, self.device = config, dtype, torch.device(device)
+        weights = {name: tensor.to(device=self.device, dtype=dtype) for name, tensor in weights.items()}
+        self.embedding = weights["model.embed_tokens.weight"]
+        self.head_weight = self.embedding if config.tie_word_embeddings else weights["lm_head.weight"]
+        self._layers = [DecoderLayer(weights, f"model.layers.{i}.", config) for i in range(config.num_layers)]
+        self._norm = RMSNorm(weights["model.norm.weight"], config.rms_norm_eps)
+        self._head = Linear(self.head_weight)
+        self._rotary = RotaryTable(
+            config.rope, config.head_dim, max_positions or config.max_position_embeddings, self.device
+        )
+        self._tiles = common_tiles(tuple(linear for layer in self._layers for linear in layer.linears))
+
+    def new_pool(self, slots: int) -> KVPool:
+        config = self.config
+        return KVPool(config.num_layers, slots, config.num_kv_heads, config.head_dim, self.dtype, self.device)
+
+    @torch.inference_mode()
+    def forward(self, rows: Rows, pool: KVPool) -> Tensor:
+        """Features of all rows: the last hidden state after the final norm, (T, H). Writes keys and values."""
+        padded = padded_rows(len(rows), self._tiles)
+        layout = RowLayout(rows, padded, torch.get_num_threads())
+        extra = (0, padded - len(rows))
+        cos, sin = self._rotary.at(F.pad(rows.positions, extra))
+        x = self.embedding[F.pad(rows.tokens, extra)]
+        for index, layer in enumerate(self._layers):
+            x = layer(x, cos, sin, layout, pool, index)
+        return self._norm(x)[: len(rows)]
+
+    @torch.inference_mode()
+    def logits(self, features: Tensor) -> Tensor:
+        """(T, H) -> (T, V) float32."""
+        return self._head(features).float()
