@@ -17,7 +17,9 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from eagle2.errors import RequestError
 from eagle2.router.api import create_app
+from eagle2.router.body import read_body
 from eagle2.router.settings import RouterSettings
 from eagle2.router.stream import ClientGone, CommitStream, while_connected
 from eagle2.text.tokenizer import Tokenizer
@@ -138,6 +140,22 @@ def test_bodies_too_large(bounded: str, size: int, chunked: bool) -> None:
     assert error["code"] == "body_too_large"
     assert "100000" in error["message"]
     assert httpx.post(bounded + "/v1/completions", json=PROMPT).status_code == 200
+
+
+async def test_the_rest_of_a_large_body_is_taken_and_thrown_away() -> None:
+    """A sender that is still writing would else see a reset connection instead of the answer."""
+    parts = [{"type": "http.request", "body": b"x" * 60, "more_body": left > 0} for left in reversed(range(5))]
+
+    async def receive() -> Any:
+        return parts.pop(0)
+
+    for headers in ({}, {"content-length": "300"}):
+        sent, parts = parts, list(parts)
+        with pytest.raises(RequestError) as refused:
+            await read_body(receive, headers, RouterSettings(max_body_bytes=100))
+        assert refused.value.status == 413
+        assert not parts
+        parts = sent
 
 
 def test_an_enormous_announcement_is_refused_unread(bounded: str) -> None:
