@@ -20,7 +20,7 @@ MESSAGES = [
     {"role": "user", "content": "the end"},
 ]
 TEMPLATES = {
-    "blocks": "{% for m in messages %}\n    {% if m.role == 'user' %}\n[{{ m.content }}]\n    {% endif %}\n{% endfor %}\n",
+    "blocks": "{% for m in messages %}\n  {% if m.role == 'user' %}\n[{{ m.content }}]\n  {% endif %}\n{% endfor %}\n",
     "json": "{{ messages | tojson }}{{ messages | tojson(indent=2) }}",
     "loop controls": "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ m.content }}{% endfor %}",
     "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",

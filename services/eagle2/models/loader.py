@@ -59,7 +59,7 @@ def resolve_draft(spec: str) -> Path:
 
 
 def _folder_or_hub(spec: str, path: Path, role: str) -> Path:
-    if path.is_dir():
+    if spec and path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(f"The {role} {spec!r} is not a checkpoint: the folder has no config.json.")
         return path

@@ -51,7 +51,8 @@ class Tokenizer:
             raise RequestError(
                 f"The text has a lone surrogate, U+{ord(text[error.start]):04X}, at character {error.start}."
             ) from None
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # The batch call lets other threads run meanwhile; a single one would stall the process for a long text.
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
