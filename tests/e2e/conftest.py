@@ -16,7 +16,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     from eagle2.models.tiny import write_tiny_head, write_tiny_target
 
     folder = tmp_path_factory.mktemp("tiny")
-    target = write_tiny_target(folder / "target")
+    # Long enough for a stream that outlives the restart of a replica.
+    target = write_tiny_target(folder / "target", max_position_embeddings=65536)
     return target, write_tiny_head(folder / "head", target)
 
 

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ray import serve
 
 from eagle2.config import Settings
 
+if TYPE_CHECKING:
+    from eagle2.proposer.service import ProposerService
+
 
 class DraftProposer:
     """One replica: a draft head behind a socket that one verifier at a time may lease."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._service = self.make_service(settings)
+    _service: ProposerService
 
-    def make_service(self, settings: Settings) -> Any:
-        """The service that this replica wraps. The build task and the router never come here, and so not to torch."""
+    def __init__(self, settings: Settings) -> None:
+        # Imported here: the build task and the router import this module too, and torch is not wanted there.
         from eagle2.proposer.start import start_proposer
 
-        return start_proposer(settings)
+        self._service = start_proposer(settings)
 
-    def record_replica_metadata(self) -> dict[str, Any]:
+    def record_replica_metadata(self) -> dict[str, str]:
         """What verifiers of this node learn without a call: where the socket is, and which life this is."""
-        return dict(self._service.metadata())
+        return self._service.metadata()
 
     def check_health(self) -> None:
         """Raises when the service can no longer draft; Serve then replaces the replica."""
