@@ -1,0 +1,1 @@
+"""Training of draft heads: examples, features, the head's loss, a loop that survives a kill."""

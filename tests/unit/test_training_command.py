@@ -1,0 +1,122 @@
+"""``eagle2 train`` from a data file to a head that fits its target."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from eagle2.models.architecture import DraftConfig, TargetConfig
+from eagle2.models.checkpoint import check_head, load_tensors
+from eagle2.models.tiny import write_tiny_target
+from eagle2.training import command
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_target(tmp_path_factory.mktemp("target"), hidden_size=32, num_layers=1, head_dim=8)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "answers.jsonl"
+    draw = random.Random(0)
+    words = ["the", "hen", "is", "here", "and", "there", "one", "more"]
+    with path.open("w") as file:
+        for _ in range(40):
+            text = " ".join(draw.choices(words, k=6))
+            file.write(json.dumps({"prompt": text, "response": text + " " + text}) + "\n")
+    return path
+
+
+def arguments(*options: object) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return parser.parse_args([str(option) for option in options])
+
+
+def options(target: Path, data: Path, out: Path) -> list[object]:
+    return [
+        *("--target", target, "--data", data, "--out", out, "--epochs", 3, "--batch-tokens", 400, "--holdout", 4),
+        *("--max-length", 256, "--vocab-subset", 100, "--threads", 1, "--dtype", "float32", "--lr", 0.003),
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_writes_a_head_that_fits(
+    target: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str
+) -> None:
+    out = tmp_path / "head"
+    assert command.run(arguments(*options(target, data, out), "--dtype", dtype)) == 0
+    tensors, config = load_tensors(out), DraftConfig.from_folder(out)
+    check_head(config, tensors, TargetConfig.from_folder(target))
+    assert config.max_position_embeddings == 256
+    card = (out / "README.md").read_text()
+    assert "36 conversations" in card
+    assert "4 more were held out" in card
+    said = capsys.readouterr().err
+    assert "epoch 3: regression" in said
+    assert "chain tau" in said
+    history = [json.loads(line) for line in (tmp_path / "head.work" / "history.jsonl").read_text().splitlines()]
+    assert len(history) == 3
+    assert history[-1]["regression"] < history[0]["regression"]
+
+
+def test_a_stopped_run_is_resumed_only_when_asked_and_ends_the_same(
+    target: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert command.run(arguments(*options(target, data, tmp_path / "whole"))) == 0
+    stopped = options(target, data, tmp_path / "stopped")
+    seen = 0
+
+    def interrupt(report: object) -> str:
+        nonlocal seen
+        seen += 1
+        if seen == 6:
+            raise KeyboardInterrupt
+        return ""
+
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "_note", interrupt)
+        assert command.run(arguments(*stopped)) == 130
+    assert "--resume" in capsys.readouterr().err
+    assert command.run(arguments(*stopped)) == 2
+    assert "holds a run already" in capsys.readouterr().err
+    assert command.run(arguments(*stopped, "--resume")) == 0
+    whole, resumed = load_tensors(tmp_path / "whole"), load_tensors(tmp_path / "stopped")
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_a_broken_file_is_refused_by_line_before_anything_is_written(
+    target: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("".join(data.read_text().splitlines(keepends=True)[:11]) + '{"prompt": 7, "response": "x"}\n')
+    assert command.run(arguments(*options(target, broken, tmp_path / "head"))) == 2
+    assert f"{broken}, line 12: prompt must be a text, not 7." in capsys.readouterr().err
+    assert not (tmp_path / "head").exists()
+
+
+def test_what_cannot_be_done_is_said_in_one_sentence(
+    target: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(data.read_text().splitlines(keepends=True)[:3]))
+    assert command.run(arguments(*options(target, few, tmp_path / "head"))) == 2
+    assert "has 3 examples; training needs 10" in capsys.readouterr().err
+    assert command.run(arguments(*options(target, data, tmp_path / "other"), "--resume")) == 2
+    assert "holds no run to resume" in capsys.readouterr().err
+    assert command.run(arguments(*options(tmp_path / "nowhere", data, tmp_path / "head"))) == 2
+    assert str(tmp_path / "nowhere") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "option", [("--lr", "0"), ("--lr", "nan"), ("--epochs", "0"), ("--rollout-from", "1.5"), ("--noise", "-1")]
+)
+def test_values_out_of_range_are_refused(option: tuple[str, str]) -> None:
+    with pytest.raises(SystemExit):
+        arguments("--data", "x", "--out", "y", *option)
