@@ -28,7 +28,8 @@ from eagle2.speculative.draft import TreeShape
 from eagle2.speculative.sampling import TokenCounts, choose_token
 from eagle2.speculative.tree import Tree
 from eagle2.telemetry import metrics
-from eagle2.text import TextStream, Tokenizer
+from eagle2.text.detokenizer import TextStream
+from eagle2.text.tokenizer import Tokenizer
 from eagle2.transport.messages import DraftEntry, DraftStatus
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self.failure: BaseException | None = None
         self._recent: deque[int] = deque(maxlen=_ACCEPTANCE_WINDOW)
-        stats.set(metrics.KV_SLOTS_TOTAL, target.pool.num_slots, side="target")
+        stats.set(metrics.KV_SLOTS_CAPACITY, target.pool.num_slots, side="target")
         self._set_gauges()
 
     # Called from any thread

@@ -149,7 +149,7 @@ class Pair:
                 return None
             if reply.step == step and reply.incarnation == self._link.incarnation:
                 self._stats.set(metrics.KV_SLOTS_USED, reply.slots_used, side="draft")
-                self._stats.set(metrics.KV_SLOTS_TOTAL, reply.slots_total, side="draft")
+                self._stats.set(metrics.KV_SLOTS_CAPACITY, reply.slots_total, side="draft")
                 return reply
             self._stats.add(metrics.STALE_REPLIES)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from eagle2.kv_cache.slots import SlotTable
 from eagle2.protocol import Commit, FinishReason, GenerationRequest, Usage
 from eagle2.speculative.sampling import TokenCounts, TokenRule
-from eagle2.text import TextStream
+from eagle2.text.detokenizer import TextStream
 
 Sink = Callable[[Commit], None]
 """Takes the items of a stream, from the engine thread; must not block."""

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import threading
 
+import numba
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from eagle2.models import kernels
 from eagle2.models.rows import Rows
 
 # Rows that share one copy of a context block; more tasks than that only where threads would stand idle.
 _ROWS_PER_TASK = 16
 # Numba's thread pools do not all allow calls from several threads at once.
 _kernel_lock = threading.Lock()
+_thread_state = threading.local()
 
 
 class KVPool:
@@ -66,9 +69,9 @@ class RowLayout:
         query = np.zeros((qkv.shape[0], heads, dim), np.float32)
         out = torch.zeros(qkv.shape[0], heads, dim)
         keys, values = pool.key_arrays[layer], pool.value_arrays[layer]
-        from eagle2.models import kernels  # numba is only needed, and only loaded, on a CPU
 
         with _kernel_lock:
+            _follow_torch_threads()
             kernels.rotate_and_store(as_array(qkv), cos.numpy(), sin.numpy(), self.slots, keys, values, query)
             kernels.attend(
                 query, keys, values, self.tables, self.lengths, self.paths, self.path_lengths, self.tasks,
@@ -90,6 +93,14 @@ class RowLayout:
             q.to(qkv.dtype).unsqueeze(2), keys, values, attn_mask=mask[:, None, None], enable_gqa=True
         )
         return F.pad(out.reshape(rows, heads * dim), (0, 0, 0, qkv.shape[0] - rows))
+
+
+def _follow_torch_threads() -> None:
+    """Give the kernels as many threads as torch has; numba keeps that number per calling thread."""
+    wanted = torch.get_num_threads()
+    if getattr(_thread_state, "count", None) != wanted:
+        numba.set_num_threads(min(wanted, numba.config.NUMBA_NUM_THREADS))
+        _thread_state.count = wanted
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

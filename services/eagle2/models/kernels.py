@@ -48,7 +48,7 @@ def _store_overload(array, i, j, k, value):  # type: ignore[no-untyped-def]
     if array.dtype == types.uint16:
 
         def store_bfloat16(array, i, j, k, value):  # type: ignore[no-untyped-def]
-            bits = value.view(np.uint32)
+            bits = np.float32(value).view(np.uint32)
             if value != value:
                 array[i, j, k] = np.uint16(0x7FC0)
             else:
@@ -77,7 +77,7 @@ def _exp(x: Any) -> Any:
     p = p * r + _P5
     p = p * (r * r) + r + _ONE
     bits = np.uint32(np.int32(np.int32(n) + np.int32(127)) << np.int32(23))
-    return p * bits.view(np.float32)
+    return p * np.uint32(bits).view(np.float32)
 
 
 @njit(fastmath=_CONTRACT, cache=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eagle2.models.architecture import RopeConfig
+from eagle2.models import kernels
 from eagle2.models.attention import KVPool, RowLayout, as_array
 from eagle2.models.linear import Linear, row_plan
 
@@ -119,8 +120,6 @@ def gated(gate_up: Tensor) -> Tensor:
     if gate_up.device.type != "cpu":
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
-    from eagle2.models import kernels
-
     out = torch.empty(gate_up.shape[0], 1, gate_up.shape[1] // 2, dtype=gate_up.dtype)
     kernels.silu_multiply(as_array(gate_up), as_array(out))
     return out.squeeze(1)

@@ -1,0 +1,64 @@
+"""Which number format a model runs in."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+
+from eagle2.errors import ModelError
+from eagle2.models.linear import Linear, packs
+
+_NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve_device(name: str) -> torch.device:
+    """``auto`` is a GPU where torch has one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(f"The device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """``auto`` is bfloat16 on a GPU, and on a CPU whichever of bfloat16 and float32 is faster (measured now)."""
+    if name == "auto":
+        return torch.bfloat16 if device.type != "cpu" else _fastest_on_cpu()
+    dtype = _NAMES[name]
+    if device.type == "cpu" and dtype == torch.float16:
+        raise ModelError("float16 is not served on a CPU; take bfloat16 or float32.")
+    if device.type == "cpu" and dtype == torch.bfloat16 and not packs(torch.empty(2, 2, dtype=dtype)):
+        raise ModelError("This CPU has no bfloat16 instructions; take float32.")
+    return dtype
+
+
+def use_threads(threads: int | None) -> None:
+    """Set how many CPU threads operators use; None is all cores that the process may use.
+
+    Of the threads of a process that compute, each must call this: OpenMP keeps the number per thread.
+    """
+    torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
+
+
+def _fastest_on_cpu() -> torch.dtype:
+    if not packs(torch.empty(2, 2, dtype=torch.bfloat16)):
+        return torch.float32
+    seconds = {dtype: _linear_seconds(dtype) for dtype in (torch.bfloat16, torch.float32)}
+    return min(seconds, key=lambda dtype: seconds[dtype])
+
+
+def _linear_seconds(dtype: torch.dtype, size: int = 1024, rows: int = 8, repeats: int = 20) -> float:
+    """Best time of a linear layer at a decoding batch, where most of a step goes."""
+    linear = Linear(torch.randn(size, size).to(dtype))
+    x = torch.randn(rows, size).to(dtype)
+    best = float("inf")
+    for _ in range(repeats):
+        began = time.perf_counter()
+        linear(x)
+        best = min(best, time.perf_counter() - began)
+    return best

@@ -1,0 +1,86 @@
+"""The verifier as plain Python: an engine thread behind asynchronous streams."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from eagle2.engine.engine import Engine
+from eagle2.errors import RequestError, UnavailableError
+from eagle2.protocol import Commit, GenerationRequest, ModelDescription
+
+
+class VerifierService:
+    """Implements ``eagle2.protocol.Verifier`` in the process of the engine."""
+
+    def __init__(self, engine: Engine, description: ModelDescription) -> None:
+        self._engine, self._description = engine, description
+        self._draining = False
+        self._open_streams = 0
+        engine.start()
+
+    async def describe(self) -> ModelDescription:
+        return self._description
+
+    async def stats(self) -> dict[str, float]:
+        self.check_health()
+        return self._engine.stats.snapshot()
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Commit]:
+        """One item a commit. Closing the iterator ends the decoding within a step and frees its slots."""
+        self._check(request)
+        loop = asyncio.get_running_loop()
+        items: asyncio.Queue[Commit] = asyncio.Queue()
+
+        def sink(commit: Commit) -> None:
+            # The loop may be gone when the process ends in the middle of a stream: nobody reads any more.
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(items.put_nowait, commit)
+
+        sequence = self._engine.submit(request, sink)
+        self._open_streams += 1
+        try:
+            while True:
+                commit = await items.get()
+                yield commit
+                if commit.finish_reason is not None:
+                    return
+        finally:
+            self._open_streams -= 1
+            self._engine.cancel(sequence)
+
+    def check_health(self) -> None:
+        """Raises ``UnavailableError`` when the engine has failed."""
+        if self._engine.failure is not None:
+            raise UnavailableError(f"The engine has failed: {self._engine.failure}") from self._engine.failure
+
+    async def drain(self) -> None:
+        """Take no new requests and wait for the running ones."""
+        self._draining = True
+        while self._open_streams:
+            await asyncio.sleep(0.05)
+
+    def close(self) -> None:
+        self._engine.stop()
+
+    def _check(self, request: GenerationRequest) -> None:
+        self.check_health()
+        if self._draining:
+            raise UnavailableError("This verifier is shutting down.")
+        length, limit = len(request.prompt_ids), self._description.max_model_len
+        if length == 0:
+            raise RequestError("The prompt has no tokens.", param="prompt")
+        if length >= limit:
+            raise RequestError(
+                f"The prompt has {length} tokens, but the context holds {limit}, answer included.",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        highest = max(max(request.prompt_ids), max(request.output_ids, default=0))
+        if min(request.prompt_ids) < 0 or highest >= self._description.vocab_size:
+            raise RequestError(
+                f"A token id is between 0 and {self._description.vocab_size - 1}, got {highest}.", param="prompt"
+            )
+        outside = [i for i, _ in request.sampling.logit_bias if not 0 <= i < self._description.vocab_size]
+        if outside:
+            raise RequestError(f"logit_bias names the token {outside[0]}, which does not exist.", param="logit_bias")

@@ -1,0 +1,57 @@
+"""From settings to a running verifier, in a Serve replica or in one process with its drafter."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import TYPE_CHECKING, Any
+
+from eagle2.config import Settings
+from eagle2.engine.assemble import build_engine, describe, load_checkpoint, load_draft_runner
+from eagle2.transport.base import ProposerLink
+from eagle2.transport.local import LocalLink
+from eagle2.verifier.service import VerifierService
+
+if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
+
+
+def start_verifier(
+    settings: Settings, proposers: DeploymentHandle[Any] | None, loop: asyncio.AbstractEventLoop
+) -> VerifierService:
+    """A verifier whose proposer is a deployment of its own, leased on the same node. ``loop``: the replica's."""
+    checkpoint = load_checkpoint(settings.model)
+    incarnation = new_incarnation()
+    connect = None
+    if proposers is not None:
+        from eagle2.verifier.pairing import NodePairing
+
+        connect = NodePairing(
+            proposers,
+            loop,
+            incarnation=incarnation,
+            fingerprint=checkpoint.fingerprint,
+            wait_s=settings.pair.pair_wait_s,
+        ).connect
+    engine = build_engine(settings, checkpoint, connect, incarnation)
+    return VerifierService(engine, describe(settings, checkpoint))
+
+
+def start_in_one_process(settings: Settings) -> VerifierService:
+    """The same engine with the drafter in the same process: no Ray, no socket."""
+    checkpoint = load_checkpoint(settings.model)
+    connect = None
+    if settings.model.draft is not None:
+        incarnation = new_incarnation()
+        runner = load_draft_runner(settings, checkpoint, incarnation)
+
+        def connect() -> ProposerLink:
+            return LocalLink(runner, incarnation=incarnation)
+
+    engine = build_engine(settings, checkpoint, connect, new_incarnation())
+    return VerifierService(engine, describe(settings, checkpoint))
+
+
+def new_incarnation() -> int:
+    """A number for one life of a process, never used again."""
+    return secrets.randbits(63)
