@@ -15,7 +15,7 @@ from eagle2.speculative.cycle import Cycle, cycle
 from eagle2.speculative.draft import TreeShape, expand, select
 from eagle2.speculative.sampling import TokenRule, probabilities
 from eagle2.speculative.tree import Tree
-from tests.golden_pair import GOLDEN, PooledDrafter, PooledTarget, load_head, load_target
+from golden_pair import GOLDEN, PooledDrafter, PooledTarget, load_head, load_target
 
 GREEDY = sorted(path.stem for path in GOLDEN.glob("greedy_*.json"))
 SAMPLED = sorted(path.stem for path in GOLDEN.glob("sample_*.json"))
@@ -62,7 +62,7 @@ def check_acceptance(done: Cycle, b: int, expected: dict[str, Any]) -> None:
 
 
 def test_all_recorded_files_are_here() -> None:
-    assert len(GREEDY) == 7 and len(SAMPLED) == 8
+    assert (len(GREEDY), len(SAMPLED)) == (7, 8)
 
 
 @pytest.mark.parametrize("name", GREEDY)
@@ -105,6 +105,34 @@ def test_a_run_alone_gives_the_same_trees(name: str) -> None:
         features, tokens = done.features, done.tokens
 
 
+class Replay:
+    """One recorded cycle's draws. ``left`` is what the cycle's last token was drawn from."""
+
+    def __init__(self, rule: TokenRule, expected: dict[str, Any]) -> None:
+        self.draws = list(expected["draws"])
+        self.left = torch.empty(0)
+        self._rule, self._next_root = rule, expected["next_root"]
+
+    def choice(self, tree: Tree, logits: Tensor) -> Choose:
+        return lambda _, nodes: torch.tensor([self._token(tree, logits, int(nodes[0]))])
+
+    def _token(self, tree: Tree, logits: Tensor, node: int) -> int:
+        p = probabilities(logits[0, node], self._rule)
+        level = int(tree.depths()[0, node]) + 1
+        while self.draws and self.draws[0]["level"] == level:
+            draw = self.draws.pop(0)
+            token: int = draw["token"]
+            assert token in tree.tokens[0, tree.parents[0] == node].tolist()
+            assert float(p[token]) == pytest.approx(draw["p"], abs=1e-5)
+            assert draw["accepted"] == (draw["r"] <= float(p[token]))
+            if draw["accepted"]:
+                return token
+            p[token] = 0
+            p = p / p.sum()
+        self.left = p
+        return int(self._next_root)
+
+
 @pytest.mark.parametrize("name", SAMPLED)
 def test_recorded_draws_replayed(name: str) -> None:
     """The sequential rule with the recorded random numbers, on probabilities that are computed here.
@@ -121,38 +149,15 @@ def test_recorded_draws_replayed(name: str) -> None:
         drafter, target = start(record, [run])
         features, tokens = first_rows(target, [run])
         for expected in run["cycles"]:
-            draws = list(expected["draws"])
-            left: dict[str, Tensor] = {}
-
-            def choice(tree: Tree, logits: Tensor) -> Choose:
-                def choose(sequences: Tensor, nodes: Tensor) -> Tensor:
-                    node = int(nodes[0])
-                    p = probabilities(logits[0, node], rule)
-                    depth = int(tree.depths()[0, node])
-                    while draws and draws[0]["level"] == depth + 1:
-                        draw = draws.pop(0)
-                        assert draw["token"] in tree.tokens[0, tree.parents[0] == node].tolist()
-                        assert float(p[draw["token"]]) == pytest.approx(draw["p"], abs=1e-5)
-                        if draw["r"] <= float(p[draw["token"]]):
-                            assert draw["accepted"]
-                            return torch.tensor([draw["token"]])
-                        assert not draw["accepted"]
-                        p[draw["token"]] = 0
-                        p = p / p.sum()
-                    left["p"] = p
-                    return torch.tensor([expected["next_root"]])
-
-                return choose
-
-            done = cycle(drafter, target, features, tokens, shape_of(record), choice)
+            replay = Replay(rule, expected)
+            done = cycle(drafter, target, features, tokens, shape_of(record), replay.choice)
+            draws, left = replay.draws, replay.left
             assert not draws, "every recorded draw was used"
             check_tree(done.tree, 0, expected)
             check_acceptance(done, 0, expected)
             key = f"p{run['prompt_index']}.c{expected['cycle']}.sample_p"
-            torch.testing.assert_close(left["p"], recorded_p[key], atol=2e-5, rtol=0)
-            assert float(left["p"][expected["next_root"]]) == pytest.approx(
-                expected["sample_p_of_next_root"], abs=2e-5
-            )
+            torch.testing.assert_close(left, recorded_p[key], atol=2e-5, rtol=0)
+            assert float(left[expected["next_root"]]) == pytest.approx(expected["sample_p_of_next_root"], abs=2e-5)
             features, tokens = done.features, done.tokens
 
 
@@ -172,9 +177,7 @@ def test_inner_values_of_the_first_cycles(name: str) -> None:
         torch.testing.assert_close(output[0], debug[prefix + "draft_last_hidden"], atol=1e-4, rtol=0)
         candidates = expand(drafter, output, logits, shape)
         assert candidates.tokens[0].tolist() == debug[prefix + "all_tokens"].tolist()
-        torch.testing.assert_close(
-            candidates.scores[0], debug[prefix + "all_scores"], atol=SCORE_TOLERANCE, rtol=0
-        )
+        torch.testing.assert_close(candidates.scores[0], debug[prefix + "all_scores"], atol=SCORE_TOLERANCE, rtol=0)
         # Recorded per group of K candidates, 0 for the root, else one more than the flat index.
         groups = candidates.parents[0, :: shape.top_k] + 1
         assert groups.tolist() == debug[prefix + "group_parents"].tolist()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from eagle2.engine.batch import RowsBuilder
-from eagle2.kv_cache.slots import Slots, SlotPool, SlotTable
+from eagle2.kv_cache.slots import SlotPool, Slots, SlotTable
 from eagle2.models.draft import DraftModel
 from eagle2.speculative.draft import TreeShape, draft_trees
 from eagle2.transport.features import FeatureRangeError, features_as
@@ -111,9 +111,7 @@ class DraftRunner:
         builder.add_span(table.slots.copy(), entry.base, entry.tokens.tolist())
         return _Taken(place, entry, table, features, len(builder) - 1)
 
-    def _draft(
-        self, builder: RowsBuilder, taken: list[_Taken], shape: TreeShape, trees: dict[int, DraftTree]
-    ) -> None:
+    def _draft(self, builder: RowsBuilder, taken: list[_Taken], shape: TreeShape, trees: dict[int, DraftTree]) -> None:
         """One forward of all new rows, then the trees of those that asked for one; fills ``trees`` by place."""
         features = torch.cat([item.features for item in taken])
         outputs = self._model.forward(builder.build(self._model.device), features, self._kv)

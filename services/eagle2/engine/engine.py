@@ -286,11 +286,11 @@ class Engine:
             if count:
                 sequence.table.extend(count)
                 taken.append((sequence, count))
-        if not taken and self.scheduler.running and not any(s.num_to_prefill == 0 for s in self.scheduler.running):
-            # Nobody decodes and nobody can go on reading: the newest makes room for the others.
-            if self._preempt() is None:
-                only = self.scheduler.running[0]
-                self._fail(only, f"The cache of {self._target.pool.num_slots} slots is too small for it.")
+        running = self.scheduler.running
+        # Nobody decodes and nobody can go on reading: the newest makes room for the others.
+        stuck = bool(running) and not taken and all(s.num_to_prefill > 0 for s in running)
+        if stuck and self._preempt() is None:
+            self._fail(running[0], f"The cache of {self._target.pool.num_slots} slots is too small for it.")
         return taken
 
     def _verify(self, decoding: list[_Decoding], prefilling: list[tuple[Sequence, int]]) -> None:
@@ -340,9 +340,7 @@ class Engine:
             def choose(sequences: Tensor, nodes: Tensor) -> Tensor:
                 rows = offsets[sequences] + nodes
                 picked = argmax[rows]
-                for i, (b, node, row) in enumerate(
-                    zip(sequences.tolist(), nodes.tolist(), rows.tolist(), strict=True)
-                ):
+                for i, (b, node, row) in enumerate(zip(sequences.tolist(), nodes.tolist(), rows.tolist(), strict=True)):
                     if not decoding[b].sequence.rule.is_plain_greedy:
                         picked[i] = _choose_at(decoding[b], node, logits[row])
                 return picked

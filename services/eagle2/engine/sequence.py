@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as SequenceOf
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from eagle2.kv_cache.slots import SlotTable
@@ -83,8 +84,9 @@ class Sequence:
     def commit(self, tokens: SequenceOf[int], accepted: int = 0) -> list[int]:
         """Append a committed run, checking after each token whether the generation ends there.
 
-        The first ``accepted`` tokens are drafted ones; those behind a cut do not count as accepted. Returns the tokens that were kept; the released text goes to the sink together with them, at the end with
-        reason and usage. Cached positions behind a cut are forgotten.
+        The first ``accepted`` tokens are drafted ones; those behind a cut do not count as accepted. Returns the tokens
+        that were kept; the released text goes to the sink together with them, at the end with reason and usage.
+        Cached positions behind a cut are forgotten.
         """
         kept: list[int] = []
         text = ""

@@ -14,13 +14,13 @@ class Stats:
         self._values: defaultdict[str, float] = defaultdict(float)
 
     def add(self, metric: Metric, amount: float = 1.0, **labels: object) -> None:
-        self._values[metric.sample(**labels)] += amount
+        self._values[metric.sample("", **labels)] += amount
 
     def set(self, metric: Metric, value: float, **labels: object) -> None:
-        self._values[metric.sample(**labels)] = value
+        self._values[metric.sample("", **labels)] = value
 
     def get(self, metric: Metric, **labels: object) -> float:
-        return self._values.get(metric.sample(**labels), 0.0)
+        return self._values.get(metric.sample("", **labels), 0.0)
 
     def snapshot(self) -> dict[str, float]:
         return dict(self._values)

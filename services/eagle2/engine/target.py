@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eagle2.kv_cache.slots import Slots, SlotPool
+from eagle2.kv_cache.slots import SlotPool, Slots
 from eagle2.models.rows import Rows
 from eagle2.models.target import TargetModel
 

@@ -19,7 +19,7 @@ def tree_of_reply(root: int, reply: DraftTree, vocab_size: int) -> Tree | None:
     nodes = len(reply.tokens) + 1
     if len(reply.parents) != nodes - 1 or len(reply.scores) != nodes - 1:
         return None
-    if nodes > 1 and not (0 <= int(reply.tokens.min()) and int(reply.tokens.max()) < vocab_size):
+    if nodes > 1 and not (int(reply.tokens.min()) >= 0 and int(reply.tokens.max()) < vocab_size):
         return None
     top = Tree.of_roots(torch.tensor([root]))
     tree = Tree(

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import numba
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
 from eagle2.models import kernels
 from eagle2.models.rows import Rows
+
+Array = NDArray[Any]
 
 # Rows that share one copy of a context block; more tasks than that only where threads would stand idle.
 _ROWS_PER_TASK = 16
@@ -41,7 +45,7 @@ class KVPool:
         return self.keys.shape[1]
 
 
-def as_array(tensor: Tensor) -> np.ndarray:
+def as_array(tensor: Tensor) -> Array:
     """A CPU tensor's memory as the kernels take it: bfloat16 as uint16 bits."""
     return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
@@ -79,9 +83,7 @@ class RowLayout:
             )  # fmt: skip
         return out.view(qkv.shape[0], heads * dim).to(qkv.dtype)
 
-    def _attend_gathered(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, pool: KVPool, layer: int, heads: int
-    ) -> Tensor:
+    def _attend_gathered(self, qkv: Tensor, cos: Tensor, sin: Tensor, pool: KVPool, layer: int, heads: int) -> Tensor:
         rows, kv_heads, dim = len(self.rows), pool.keys.shape[2], pool.keys.shape[3]
         q, k, v = qkv[:rows].view(rows, -1, dim).split([heads, kv_heads, kv_heads], dim=1)
         q, k = rotated(q, cos[:rows], sin[:rows]), rotated(k, cos[:rows], sin[:rows])
@@ -99,7 +101,8 @@ def _follow_torch_threads() -> None:
     """Give the kernels as many threads as torch has; numba keeps that number per calling thread."""
     wanted = torch.get_num_threads()
     if getattr(_thread_state, "count", None) != wanted:
-        numba.set_num_threads(min(wanted, numba.config.NUMBA_NUM_THREADS))
+        available: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
+        numba.set_num_threads(min(wanted, available))
         _thread_state.count = wanted
 
 
@@ -110,7 +113,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
 
 
-def _tasks(starts: np.ndarray, threads: int) -> np.ndarray:
+def _tasks(starts: Array, threads: int) -> Array:
     """(X, 3) int32: sequence, first row, end row. Small batches are cut finer, so that all threads have work."""
     sequences = len(starts) - 1
     tasks = []

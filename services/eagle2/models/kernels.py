@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-call,no-untyped-def"
 """CPU kernels whose result for a row depends on nothing but that row's own inputs, bit for bit.
 
 Every query is folded over blocks of 64 *absolute positions*, one block after the other, with the same instructions
@@ -28,26 +29,26 @@ _P0, _P1, _P2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.flo
 _P3, _P4, _P5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
 
 
-def _widen(value):  # type: ignore[no-untyped-def]
+def _widen(value):
     """A stored number as float32: bfloat16 bits are the upper half of a float32's."""
 
 
 @overload(_widen, inline="always")
-def _widen_overload(value):  # type: ignore[no-untyped-def]
+def _widen_overload(value):
     if value == types.uint16:
         return lambda value: np.uint32(np.uint32(value) << np.uint32(16)).view(np.float32)
     return lambda value: value
 
 
-def _store(array, i, j, k, value):  # type: ignore[no-untyped-def]
+def _store(array, i, j, k, value):
     """Write a float32 in the array's own format, bfloat16 rounded to nearest even."""
 
 
 @overload(_store, inline="always")
-def _store_overload(array, i, j, k, value):  # type: ignore[no-untyped-def]
+def _store_overload(array, i, j, k, value):  # noqa: ARG001  (the arguments' names are the signature)
     if array.dtype == types.uint16:
 
-        def store_bfloat16(array, i, j, k, value):  # type: ignore[no-untyped-def]
+        def store_bfloat16(array, i, j, k, value):
             bits = np.float32(value).view(np.uint32)
             if value != value:
                 array[i, j, k] = np.uint16(0x7FC0)
@@ -57,7 +58,7 @@ def _store_overload(array, i, j, k, value):  # type: ignore[no-untyped-def]
 
         return store_bfloat16
 
-    def store_float32(array, i, j, k, value):  # type: ignore[no-untyped-def]
+    def store_float32(array, i, j, k, value):
         array[i, j, k] = value
 
     return store_float32
@@ -81,11 +82,11 @@ def _exp(x: Any) -> Any:
 
 
 @njit(fastmath=_CONTRACT, cache=True)
-def _fold_block(q, keys, values, valid, scale, s, t, o, m, l):  # type: ignore[no-untyped-def]
+def _fold_block(q, keys, values, valid, scale, s, t, o, m, total):
     """Fold one block into a query's running softmax (online softmax): returns the new maximum and sum.
 
     q (D,); keys (D, 64) so that lanes are positions; values (64, D); s (64,) and t (32,) scratch; o (D,) running
-    output; m, l running maximum and sum. Positions from ``valid`` on weigh nothing.
+    output; m, total: running maximum and sum. Positions from ``valid`` on weigh nothing.
     """
     dim = q.shape[0]
     for j in range(64):
@@ -126,7 +127,7 @@ def _fold_block(q, keys, values, valid, scale, s, t, o, m, l):  # type: ignore[n
         t[j] = t[j] + t[j + 8]
     for j in range(4):
         t[j] = t[j] + t[j + 4]
-    total = (t[0] + t[1]) + (t[2] + t[3])
+    block_total = (t[0] + t[1]) + (t[2] + t[3])
     x = m - top
     keep = _exp(x) if x > _EXP_LOW else _ZERO
     for d in range(dim):
@@ -144,11 +145,11 @@ def _fold_block(q, keys, values, valid, scale, s, t, o, m, l):  # type: ignore[n
             a = p6 * values[j + 6, d] + a
             a = p7 * values[j + 7, d] + a
             o[d] += a
-    return top, l * keep + total
+    return top, total * keep + block_total
 
 
 @njit(cache=True)
-def _load_block(key_pool, value_pool, slots, first, count, head, keys, values):  # type: ignore[no-untyped-def]
+def _load_block(key_pool, value_pool, slots, first, count, head, keys, values):
     """Copy positions first..first+count-1 into the block, transposed keys, and clear the other lanes."""
     dim = keys.shape[0]
     for j in range(count):
@@ -163,7 +164,7 @@ def _load_block(key_pool, value_pool, slots, first, count, head, keys, values): 
 
 
 @njit(cache=True)
-def _load_path(key_pool, value_pool, path, length, first, end, head, keys, values):  # type: ignore[no-untyped-def]
+def _load_path(key_pool, value_pool, path, length, first, end, head, keys, values):
     """Put the path's tokens at their true positions, those of [first, end), into the block beginning at ``first``."""
     dim = keys.shape[0]
     for position in range(max(first, length), end):
@@ -175,7 +176,7 @@ def _load_path(key_pool, value_pool, path, length, first, end, head, keys, value
 
 
 @njit(parallel=True, fastmath=_CONTRACT, cache=True)
-def attend(q, key_pool, value_pool, tables, lengths, paths, path_lengths, tasks, scale, out):  # type: ignore[no-untyped-def]
+def attend(q, key_pool, value_pool, tables, lengths, paths, path_lengths, tasks, scale, out):
     """Attention of T rows over their context and path (see ``Rows``).
 
     q, out (T, heads, D) float32; pools (S, kv_heads, D) uint16 or float32; tables (B, L), lengths (T,),
@@ -197,7 +198,7 @@ def attend(q, key_pool, value_pool, tables, lengths, paths, path_lengths, tasks,
         s = np.empty(64, np.float32)
         t = np.empty(32, np.float32)
         m = np.full(queries, _NEG_INF, np.float32)
-        l = np.zeros(queries, np.float32)
+        totals = np.zeros(queries, np.float32)
         o = np.zeros((queries, dim), np.float32)
         longest = 0
         for row in range(begin, end):
@@ -212,8 +213,8 @@ def attend(q, key_pool, value_pool, tables, lengths, paths, path_lengths, tasks,
                     continue
                 for g in range(group):
                     i = (row - begin) * group + g
-                    m[i], l[i] = _fold_block(
-                        q[row, head * group + g], keys, values, valid, scale, s, t, o[i], m[i], l[i]
+                    m[i], totals[i] = _fold_block(
+                        q[row, head * group + g], keys, values, valid, scale, s, t, o[i], m[i], totals[i]
                     )
 
         loaded = -1
@@ -229,25 +230,23 @@ def attend(q, key_pool, value_pool, tables, lengths, paths, path_lengths, tasks,
                 if first > length:
                     loaded = -1
                 valid = min(64, last - first)
-                _load_path(
-                    key_pool, value_pool, paths[row], length, first, first + valid, head, keys, values
-                )
+                _load_path(key_pool, value_pool, paths[row], length, first, first + valid, head, keys, values)
                 for g in range(group):
                     i = (row - begin) * group + g
-                    m[i], l[i] = _fold_block(
-                        q[row, head * group + g], keys, values, valid, scale, s, t, o[i], m[i], l[i]
+                    m[i], totals[i] = _fold_block(
+                        q[row, head * group + g], keys, values, valid, scale, s, t, o[i], m[i], totals[i]
                     )
 
         for row in range(begin, end):
             for g in range(group):
                 i = (row - begin) * group + g
-                inverse = _ONE / l[i]
+                inverse = _ONE / totals[i]
                 for d in range(dim):
                     out[row, head * group + g, d] = o[i, d] * inverse
 
 
 @njit(cache=True)
-def rotate_and_store(qkv, cos, sin, slots, key_pool, value_pool, q):  # type: ignore[no-untyped-def]
+def rotate_and_store(qkv, cos, sin, slots, key_pool, value_pool, q):
     """Split fused projections, rotate queries and keys (half-split RoPE), write keys and values to their slots.
 
     qkv (T, (heads + 2 * kv_heads) * D) uint16 or float32; cos, sin (T, D/2) float32; slots (T,) int32, -1 for a
@@ -281,7 +280,7 @@ def rotate_and_store(qkv, cos, sin, slots, key_pool, value_pool, q):  # type: ig
 
 
 @njit(cache=True)
-def silu_multiply(gate_up, out):  # type: ignore[no-untyped-def]
+def silu_multiply(gate_up, out):
     """silu(gate) * up. gate_up (T, 2I), out (T, 1, I), both uint16 or both float32."""
     inner = out.shape[2]
     for row in range(out.shape[0]):

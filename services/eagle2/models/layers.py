@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eagle2.models.architecture import RopeConfig
 from eagle2.models import kernels
+from eagle2.models.architecture import RopeConfig
 from eagle2.models.attention import KVPool, RowLayout, as_array
 from eagle2.models.linear import Linear, row_plan
 
@@ -107,7 +107,8 @@ class DecoderLayer:
         return x + self._down(gated(self._gate_up(self._mlp_norm(x))))
 
     def _normed_heads(self, qkv: Tensor) -> Tensor:
-        assert self._query_norm is not None and self._key_norm is not None
+        assert self._query_norm is not None
+        assert self._key_norm is not None
         shape = self._shape
         q, k, v = qkv.view(qkv.shape[0], -1, shape.head_dim).split(
             [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1
@@ -133,5 +134,3 @@ def common_tiles(linears: tuple[Linear, ...]) -> tuple[int, ...] | None:
 
 def padded_rows(rows: int, tiles: tuple[int, ...] | None) -> int:
     return rows if tiles is None else sum(row_plan(rows, tiles))
-
-

@@ -12,7 +12,8 @@ from eagle2.router.schemas import GenerationBody
 def sampling_params(body: GenerationBody, vocab_size: int, draw_seed: Callable[[], int]) -> SamplingParams:
     """The sampling of ``body``. A negative seed counts as its 64-bit two's complement; without one, one is drawn."""
     seed = draw_seed() if body.seed is None else body.seed
-    _check_ids("logit_bias", body.logit_bias, vocab_size)
+    bias = {int(token_id): value for token_id, value in body.logit_bias.items()}
+    _check_ids("logit_bias", bias, vocab_size)
     return SamplingParams(
         seed=seed % 2**64,
         temperature=body.temperature,
@@ -22,7 +23,7 @@ def sampling_params(body: GenerationBody, vocab_size: int, draw_seed: Callable[[
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
         repetition_penalty=body.repetition_penalty,
-        logit_bias=tuple(sorted(body.logit_bias.items())),
+        logit_bias=tuple(sorted(bias.items())),
     )
 
 

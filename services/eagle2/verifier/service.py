@@ -17,6 +17,8 @@ class VerifierService:
         self._engine, self._description = engine, description
         self._draining = False
         self._open_streams = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
         engine.start()
 
     async def describe(self) -> ModelDescription:
@@ -39,6 +41,7 @@ class VerifierService:
 
         sequence = self._engine.submit(request, sink)
         self._open_streams += 1
+        self._idle.clear()
         try:
             while True:
                 commit = await items.get()
@@ -47,6 +50,8 @@ class VerifierService:
                     return
         finally:
             self._open_streams -= 1
+            if not self._open_streams:
+                self._idle.set()
             self._engine.cancel(sequence)
 
     def check_health(self) -> None:
@@ -57,8 +62,7 @@ class VerifierService:
     async def drain(self) -> None:
         """Take no new requests and wait for the running ones."""
         self._draining = True
-        while self._open_streams:
-            await asyncio.sleep(0.05)
+        await self._idle.wait()
 
     def close(self) -> None:
         self._engine.stop()
