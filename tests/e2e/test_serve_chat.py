@@ -88,10 +88,13 @@ def test_a_client_that_leaves_stops_its_decoding(server: Server, client: openai.
     next(iter(stream))
     stream.close()
     deadline = time.monotonic() + 10
-    while _running(server) and time.monotonic() < deadline:
+    while (busy := _busy(server)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert _running(server) == 0
+    assert busy == {}, "nothing runs, and no slot is held on either side"
 
 
-def _running(server: Server) -> float:
-    return next(value for name, value in server.metrics().items() if "num_requests_running" in name)
+def _busy(server: Server) -> dict[str, float]:
+    names = ("eagle2_num_requests_running", "eagle2_router_requests_running", "eagle2_kv_slots_used")
+    metrics = {name: value for name, value in server.metrics().items() if name.startswith(names)}
+    assert len(metrics) == 4, f"running twice, slots of two sides: {metrics}"
+    return {name: value for name, value in metrics.items() if value}

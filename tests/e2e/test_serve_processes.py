@@ -88,7 +88,7 @@ def _until(condition: Callable[[], bool], events: Iterator[dict[str, Any]], seen
 
 
 def _metric(server: Server, name: str) -> float:
-    return server.metrics()[f"eagle2_{name}"]
+    return server.metrics().get(f"eagle2_{name}", 0.0)
 
 
 def _stream(server: Server, max_tokens: int, **more: object) -> Iterator[dict[str, Any]]:
