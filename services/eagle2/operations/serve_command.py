@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import importlib.resources
 import logging
@@ -20,22 +21,33 @@ from typing import Any, NoReturn, cast
 import yaml
 
 from eagle2.config import ENV_PREFIX, HttpSettings, Settings, load_settings
-from eagle2.errors import ConfigError, Eagle2Error, ModelError
+from eagle2.errors import ConfigError, ModelError
 from eagle2.operations.deployment_status import read_progress
 from eagle2.operations.local_cluster import LocalCluster
+from eagle2.operations.settings_flags import add_engine_flags, add_model_flags, given_settings
 from eagle2.protocol import ModelDescription
 
 _PROPOSER = "DraftProposer"
 
 
-def run(config: Path | None, flags: Mapping[str, Any]) -> int:
-    """Serve until Ctrl-C or SIGTERM. Returns the exit status: 0 when ended that way, 1 when it could not start."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``eagle2 serve``."""
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a Serve config; default: the one of the package")
+    add_model_flags(parser)
+    add_engine_flags(parser)
+    parser.add_argument("--served-model-name", metavar="NAME", help="the name that clients ask for")
+    parser.add_argument("--host", help="the address to listen on (default 127.0.0.1)")
+    parser.add_argument("--port", type=int, help="the port to listen on (default 8000)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until Ctrl-C or SIGTERM, which end it with status 0. Raises ``Eagle2Error`` when it cannot start."""
     signal.signal(signal.SIGTERM, _interrupt)
     logging.basicConfig(level=logging.WARNING, format="eagle2 serve: %(message)s")
     logging.getLogger("eagle2").setLevel(logging.INFO)
     try:
-        document = read_config(config)
-        settings = settings_of(document, flags)
+        document = read_config(args.config)
+        settings = settings_of(document, given_settings(args))
         _refuse_taken_port(settings.http)
         _prepare_model(settings)
         _say("Starting Ray")
@@ -51,9 +63,6 @@ def run(config: Path | None, flags: Mapping[str, Any]) -> int:
     except KeyboardInterrupt:
         _say("Stopped")
         return 0
-    except Eagle2Error as error:
-        print(f"eagle2 serve: {error}", file=sys.stderr)
-        return 1
 
 
 def read_config(path: Path | None) -> dict[str, Any]:
