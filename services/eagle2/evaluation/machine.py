@@ -19,7 +19,8 @@ _PACKAGES = ("eagle2", "torch", "transformers", "numba")
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """The circumstances of a measurement. ``load`` is the machine's one-minute load average at the start."""
+    """The circumstances of a measurement. ``threads`` is how many every system computes with, ``load`` the
+    machine's one-minute load average before the start."""
 
     command: str
     date: str
@@ -31,16 +32,16 @@ class Conditions:
     versions: dict[str, str]
 
     @classmethod
-    def now(cls, threads: int) -> Conditions:
-        """``threads``: CPU threads that every system computes with."""
+    def now(cls, load: float) -> Conditions:
+        """``load`` is from before the model was loaded, which takes all cores. Threads are those of this thread."""
         return cls(
             command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
             date=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
             commit=_commit(Path(__file__).parent),
             cpu=_cpu(),
             cores=len(os.sched_getaffinity(0)),
-            threads=threads,
-            load=os.getloadavg()[0],
+            threads=torch.get_num_threads(),
+            load=load,
             versions={"python": platform.python_version(), **_versions()},
         )
 
@@ -69,21 +70,18 @@ def _cpu() -> str:
 
 
 def _commit(folder: Path) -> str:
-    """The checkout's commit, with a mark where files differ from it; 'unknown' outside a checkout."""
+    """The checkout's commit, with a mark where the package differs from it; 'unknown' outside a checkout."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
     try:
-        git = ["git", "-C", str(folder)]
-        top = Path(
-            subprocess.check_output(
-                [*git, "rev-parse", "--show-toplevel"], text=True, stderr=subprocess.DEVNULL
-            ).strip()
-        )
         # An installed package may lie inside somebody else's repository.
-        if not (top / "services" / "eagle2").is_dir():
+        if not (Path(git("rev-parse", "--show-toplevel")) / "services" / "eagle2").is_dir():
             return "unknown"
-        commit = subprocess.check_output([*git, "rev-parse", "--short=12", "HEAD"], text=True).strip()
-        changed = subprocess.check_output(
-            [*git, "status", "--porcelain", "--untracked-files=no", "--", str(folder.parent)]
-        )
-        return f"{commit} with local changes" if changed else commit
+        commit = git("rev-parse", "--short=12", "HEAD")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", str(folder.parent))
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+    return f"{commit} with local changes" if changed else commit

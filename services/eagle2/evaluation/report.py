@@ -4,13 +4,98 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from eagle2.evaluation.acceptance import Acceptance
 from eagle2.evaluation.machine import Conditions
+from eagle2.evaluation.speed import Difference, Run, differences, ratio, speed_of
 from eagle2.evaluation.trees import shape_name
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Systems that answered the same prompts. ``plain`` and ``baseline`` name those that others are compared with.
+
+    ``lost`` are the runs in which speculation changed a token: there must be none.
+    """
+
+    systems: tuple[str, ...]
+    plain: str
+    baseline: str | None
+    runs: Sequence[Run]
+    lost: Sequence[Difference]
+    dtype: str
+
+
+def speed_text(comparison: Comparison) -> str:
+    """The table, what it says of the tokens, and the rate of every round."""
+    runs = comparison.runs
+    speeds = {name: speed_of(name, runs) for name in comparison.systems}
+    baseline = speeds[comparison.baseline] if comparison.baseline else None
+    plain = speeds[comparison.plain]
+    head = ["", "decode tok/s", "total tok/s", "first token s", "tau", "x transformers", "x plain"]
+    rows, by_round = [], []
+    for name, speed in speeds.items():
+        cells = [f"{median(speed.decode_rates):.1f}", f"{median(speed.total_rates):.1f}", f"{speed.first_token_s:.2f}"]
+        cells.append("" if speed.tau is None else f"{speed.tau:.2f}")
+        cells.append(f"{ratio(speed, baseline):.2f}" if baseline else "")
+        cells.append(f"{ratio(speed, plain):.2f}")
+        rows.append([name, *cells])
+        by_round.append([name, *(f"{rate:.1f}" for rate in speed.decode_rates)])
+    rounds = [f"round {i}" for i in range(1, len(plain.decode_rates) + 1)]
+    parts = [markdown_table(head, rows), tokens_text(comparison)]
+    parts.append("Decode tok/s by round:\n\n" + markdown_table(["", *rounds], by_round))
+    return "\n\n".join(parts)
+
+
+def tokens_text(comparison: Comparison) -> str:
+    """Whether the systems gave the same tokens, in sentences."""
+    prompts = len({run.prompt for run in comparison.runs})
+    sentences = []
+    if comparison.lost:
+        first = comparison.lost[0]
+        sentences.append(
+            f"NOT LOSSLESS: {len(comparison.lost)} runs gave other tokens than plain decoding; the first is "
+            f"{first.system} on {first.prompt} in round {first.round}, at position {first.position}."
+        )
+    else:
+        sentences.append(
+            f"Token ids with speculation on and off are identical on all {prompts} prompts in every round."
+        )
+    if comparison.baseline:
+        found = differences(comparison.baseline, comparison.plain, comparison.runs)
+        positions = {difference.prompt: difference.position for difference in found}
+        same = f"`transformers` gives the same token ids on {prompts - len(positions)} of {prompts} prompts"
+        if positions:
+            same += f"; on the others the first difference is at position {', '.join(map(str, positions.values()))}"
+            if comparison.dtype != "float32":
+                same += f" (sums in another order, rounded to {comparison.dtype})"
+        sentences.append(f"{same}.")
+    return " ".join(sentences)
+
+
+def speed_json(comparison: Comparison) -> dict[str, Any]:
+    """Summaries, and every single run, so that other statistics can be made of them."""
+    speeds = {name: speed_of(name, comparison.runs) for name in comparison.systems}
+    baseline = speeds[comparison.baseline] if comparison.baseline else None
+    agreement = differences(comparison.baseline, comparison.plain, comparison.runs) if comparison.baseline else []
+    return {
+        "systems": {
+            name: {
+                **asdict(speed),
+                "times_transformers": ratio(speed, baseline) if baseline else None,
+                "times_plain": ratio(speed, speeds[comparison.plain]),
+            }
+            for name, speed in speeds.items()
+        },
+        "lossless": not comparison.lost,
+        "lost": [asdict(difference) for difference in comparison.lost],
+        "transformers_differs": [asdict(difference) for difference in agreement],
+        "runs": [asdict(run) for run in comparison.runs],
+    }
 
 
 def acceptance_table(results: Sequence[Acceptance]) -> str:
