@@ -110,6 +110,10 @@ def test_what_cannot_be_done_is_said_in_one_sentence(
     assert "has 3 examples; training needs 10" in capsys.readouterr().err
     assert command.run(arguments(*options(target, data, tmp_path / "other"), "--resume")) == 2
     assert "holds no run to resume" in capsys.readouterr().err
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "model.safetensors").touch()
+    assert command.run(arguments(*options(target, data, tmp_path / "taken"))) == 2
+    assert "holds a head already" in capsys.readouterr().err
     assert command.run(arguments(*options(tmp_path / "nowhere", data, tmp_path / "head"))) == 2
     assert str(tmp_path / "nowhere") in capsys.readouterr().err
 

@@ -59,6 +59,16 @@ def test_a_killed_computation_goes_on(tmp_path: Path, torn: bytes) -> None:
         assert torch.equal(store[i].float(), features(torch.from_numpy(example.ids)).float())
 
 
+def test_values_that_never_reached_the_disk_are_computed_again(tmp_path: Path) -> None:
+    FeatureStore(tmp_path, EXAMPLES, H, "a target").compute(features)
+    with (tmp_path / "features.bin").open("r+b") as file:
+        file.truncate(12 * H * 2)
+    store = FeatureStore(tmp_path, EXAMPLES, H, "a target")
+    assert store.num_done == 2
+    store.compute(features)
+    assert torch.equal(store[3].float(), features(torch.from_numpy(EXAMPLES[3].ids)).float())
+
+
 def test_other_data_and_other_targets_are_refused(tmp_path: Path) -> None:
     FeatureStore(tmp_path, EXAMPLES, H, "a target").compute(features)
     with pytest.raises(ConfigError, match="another examples"):

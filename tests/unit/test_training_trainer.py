@@ -91,6 +91,24 @@ def test_a_killed_run_ends_as_one_that_was_left_alone(world: World, tmp_path: Pa
         assert torch.equal(wanted, got), name
 
 
+def test_half_an_update_is_never_saved(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = world.trainer(tmp_path)
+    run = trainer.run()
+    next(run)
+    trainer.save()
+
+    def interrupted() -> None:
+        next(iter(trainer.head.parameters())).data.zero_()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer.optimizer, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(run)
+    resumed = world.trainer(tmp_path)
+    assert resumed.step == 1
+    assert all(parameter.abs().sum() > 0 for parameter in resumed.head.parameters())
+
+
 def test_the_state_is_saved_as_time_goes_by(world: World, tmp_path: Path) -> None:
     now = 0.0
     trainer = world.trainer(tmp_path)

@@ -56,7 +56,7 @@ def measure_agreement(
     hits, near, tried = torch.zeros(steps), torch.zeros(steps), torch.zeros(steps)
     error, rows = 0.0, 0
     for batch in batches:
-        embedded = embedding[batch.next_ids]
+        embedded = embedding[batch.next_ids].float()
         wanted = F.pad(batch.next_ids[:, 1:], (0, 1))
         # The last row of an example predicts a feature whose next token was not recorded.
         last = torch.arange(batch.next_ids.shape[1]) == batch.lengths[:, None] - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from eagle2.models.architecture import DraftConfig, TargetConfig
 STATE = "training_state.pt"
 
 
-def write_atomically(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes | memoryview) -> None:
     """Replace ``path`` by ``data``: after a kill there is the old file or the new one, never half of one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -31,10 +32,9 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 def save_state(folder: Path, state: Mapping[str, Any]) -> None:
     """Write the training state (tensors, numbers and texts) to ``folder``, atomically."""
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".{STATE}.{os.getpid()}.tmp"
-    torch.save(dict(state), temporary)
-    temporary.replace(folder / STATE)
+    buffer = io.BytesIO()
+    torch.save(dict(state), buffer)
+    write_atomically(folder / STATE, buffer.getbuffer())
 
 
 def load_state(folder: Path) -> dict[str, Any] | None:

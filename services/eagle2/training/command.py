@@ -143,7 +143,7 @@ class _Run:
             progress.show(report.step, report.steps, _note(report))
             if report.ends_epoch:
                 agreement = measure_agreement(
-                    head, data.held_out_batches(self._recipe.batch_tokens), target.embedding.float(), target.lm_head
+                    head, data.held_out_batches(self._recipe.batch_tokens), target.embedding, target.lm_head
                 )
                 progress.say(f"epoch {report.epoch + 1}: {agreement}")
                 if self._is_best(report.step, agreement):
@@ -155,6 +155,8 @@ class _Run:
         begun = (self._work / STATE).is_file()
         if begun and not self._args.resume:
             raise ConfigError(f"{self._work} holds a run already; add --resume to go on with it, or remove it.")
+        if (self._args.out / "model.safetensors").exists() and not begun:
+            raise ConfigError(f"{self._args.out} holds a head already; name another folder for the new one.")
         if self._args.resume and not begun and not self._work.is_dir():
             raise ConfigError(f"{self._work} holds no run to resume.")
 

@@ -24,7 +24,7 @@ class DataError(Eagle2Error, ValueError):
     """A data file that cannot be trained on. The message names the file and the line."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Example:
     """One conversation. ``spans`` are the half-open ranges of ``ids`` that an assistant wrote, ascending.
 

@@ -56,6 +56,10 @@ class FeatureStore:
         # A kill may leave half a number at the end.
         offsets = np.frombuffer(stored[: len(stored) // 8 * 8], dtype=np.int64)
         self._offsets: list[int] = [0, *(int(offset) for offset in offsets)]
+        values = folder / _VALUES
+        size = values.stat().st_size if values.is_file() else 0
+        while self._offsets[-1] * hidden_size * _ITEM > size:
+            self._offsets.pop()
 
     @property
     def num_done(self) -> int:

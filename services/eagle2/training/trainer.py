@@ -104,6 +104,7 @@ class Trainer:
         self.steps = sum(len(batches) for batches in self._epochs)
         self.optimizer = torch.optim.AdamW(head.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95))
         self._saved_at = clock()
+        self._between_steps = True
         self._resume()
 
     def run(self) -> Iterator[StepReport]:
@@ -119,7 +120,9 @@ class Trainer:
                             self.save()
                     step += 1
         finally:
-            self.save()
+            # Interrupted within an update, the weights are neither of this step nor of the next.
+            if self._between_steps:
+                self.save()
 
     def save(self) -> None:
         """Write the state that a later ``Trainer`` with the same arguments goes on from."""
@@ -144,8 +147,10 @@ class Trainer:
         total, regression, cross_entropy = self._loss(batch, passes)
         total.backward()
         nn.utils.clip_grad_norm_(self.head.parameters(), recipe.gradient_clip)
+        self._between_steps = False
         self.optimizer.step()
         self.step += 1
+        self._between_steps = True
         return StepReport(
             self.step, self.steps, epoch, rate, regression, cross_entropy, batch.next_ids.numel(), ends_epoch
         )
@@ -179,7 +184,8 @@ class Trainer:
 
     def _identity(self) -> dict[str, Any]:
         tokens = sum(len(example) for example in self._examples)
-        return {**asdict(self.recipe), "examples": len(self._examples), "tokens": tokens}
+        scored = len(self._scorer.rows)
+        return {**asdict(self.recipe), "examples": len(self._examples), "tokens": tokens, "scored tokens": scored}
 
     def _resume(self) -> None:
         state = load_state(self._folder)
