@@ -26,6 +26,7 @@ from fakes.verifier import byte_tokenizer_json
 from golden_pair import load_head, load_target
 
 BOS, EOS = 256, 257
+_SHAPE = TreeShape(4, 4, 12)
 INCARNATION = 7
 PROMPTS = (
     "our neighbour buys the red mirror ",
@@ -117,7 +118,7 @@ class EngineKit:
         max_sequences: int = 8,
         prefill_chunk: int = 64,
         max_model_len: int = 512,
-        shape: TreeShape = TreeShape(4, 4, 12),
+        shape: TreeShape = _SHAPE,
         vocab_size: int = 258,
         wrap: Callable[[ProposerLink], ProposerLink] = lambda link: link,
         timeout_s: float = 30.0,

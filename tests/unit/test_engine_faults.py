@@ -234,7 +234,7 @@ def test_preemption_is_invisible(slots: int) -> None:
 
 
 def test_preemption_and_cancel_while_the_proposer_is_late(expected: list[list[int]]) -> None:
-    """B24: in the window in which replies are late, one request is cancelled and another preempted; the third goes on."""
+    """B24: while replies are late, one request is cancelled and another preempted; the third goes on."""
     kit = EngineKit(draft_head(), wrap=lambda link: DelayedLink(link, late=3), timeout_s=0.0)
     submitted = [kit.submit(one) for one in REQUESTS[:3]]
     for _ in range(4):
