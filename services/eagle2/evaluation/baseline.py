@@ -20,12 +20,14 @@ class TransformersBaseline:
         """Load the checkpoint in ``folder``. Raises ``ConfigError`` where transformers is not installed."""
         try:
             from transformers import AutoModelForCausalLM
+            from transformers.utils import logging
         except ImportError:
             raise ConfigError(
                 "The comparison needs the package transformers, which is not installed; "
                 "install it, or leave the comparison out with --no-baseline."
             ) from None
-        # Its wrapped methods are typed as if they were functions.
+        # Some of its functions are not typed, and its wrapped methods are typed as if they were functions.
+        cast(Any, logging).disable_progress_bar()
         model = cast(Any, AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)))
         self._model = model.to(device).eval()
         self._device, self._eos = device, list(eos_token_ids)
