@@ -133,11 +133,12 @@ def test_the_most_frequent_answer_tokens_are_found(tmp_path: Path) -> None:
 
 def test_batches_hold_every_example_once_and_stay_within_the_limit() -> None:
     lengths = [3 + (i * 7) % 40 for i in range(500)]
-    order = epoch_order(lengths, range(500), 100, seed=1)
+    order = epoch_order(lengths, range(500), 200, seed=1)
     assert sorted(i for batch in order for i in batch) == list(range(500))
-    assert all(len(batch) * max(lengths[i] for i in batch) <= 100 for batch in order)
-    assert order == epoch_order(lengths, range(500), 100, seed=1)
-    assert order != epoch_order(lengths, range(500), 100, seed=2)
+    assert all(len(batch) * max(lengths[i] for i in batch) <= 200 for batch in order)
+    assert max(len(batch) for batch in order) == 6, "32 rows each"
+    assert order == epoch_order(lengths, range(500), 200, seed=1)
+    assert order != epoch_order(lengths, range(500), 200, seed=2)
     assert epoch_order([500], [0], 100, seed=0) == [[0]]
 
 
@@ -148,9 +149,11 @@ def test_a_batch_pairs_each_feature_with_the_next_token(tmp_path: Path) -> None:
     examples = read_examples(write(tmp_path / "data.jsonl", *lines), 10, no_encoder)
     features = [torch.arange(len(example)).float()[:, None] + 10 * i for i, example in enumerate(examples)]
     batch = make_batch(examples, [0, 1], features.__getitem__)
-    assert batch.next_ids.tolist() == [[2, 3, 4], [6, 0, 0]]
-    assert batch.features[..., 0].tolist() == [[0, 1, 2], [10, 0, 0]]
-    assert batch.targets[..., 0].tolist() == [[1, 2, 3], [11, 0, 0]]
-    assert batch.answer.tolist() == [[False, True, True], [True, False, False]]
+    assert batch.next_ids.shape == (2, 32)
+    assert not batch.answer[:, 3:].any()
+    assert batch.next_ids[:, :3].tolist() == [[2, 3, 4], [6, 0, 0]]
+    assert batch.features[:, :3, 0].tolist() == [[0, 1, 2], [10, 0, 0]]
+    assert batch.targets[:, :3, 0].tolist() == [[1, 2, 3], [11, 0, 0]]
+    assert batch.answer[:, :3].tolist() == [[False, True, True], [True, False, False]]
     assert batch.lengths.tolist() == [3, 1]
-    assert batch.counted(1).tolist() == [[False, False, True], [False, False, False]]
+    assert batch.counted(1)[:, :3].tolist() == [[False, False, True], [False, False, False]]

@@ -20,7 +20,7 @@ from eagle2.training.loss import Scorer
 from eagle2.training.target import FrozenTarget
 from eagle2.training.trainer import Recipe, StepReport, Trainer
 
-RECIPE = Recipe(epochs=6, learning_rate=3e-3, batch_tokens=80, warm_up=5, rollout=2, rollout_from=0.5, mixed=False)
+RECIPE = Recipe(epochs=6, learning_rate=3e-3, batch_tokens=128, warm_up=5, rollout=2, rollout_from=0.5, mixed=False)
 
 
 class World:

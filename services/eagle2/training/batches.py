@@ -14,11 +14,13 @@ from eagle2.training.data import Example
 
 # Examples sorted by length within a window: little padding, and still a different mix in every epoch.
 _WINDOW = 256
+# Rows are padded to a multiple of this: oneDNN keeps a compiled product of 1-2 MB for every number of rows it has seen.
+_ROW_STEP = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows of B examples, padded at the end to T rows; row i pairs feature i with the token after it.
+    """Rows of B examples, padded at the end to T rows, a multiple of 32; row i pairs feature i with the token after it.
 
     next_ids: (B, T) int64, token of row i + 1, which is the row's own input.
     features: (B, T, H), true features of rows 0..T-1.
@@ -41,7 +43,7 @@ class Batch:
 def make_batch(examples: Sequence[Example], indices: Sequence[int], features: Callable[[int], Tensor]) -> Batch:
     """Gather the examples ``indices``; ``features(i)`` gives (T, H) of example i."""
     chosen = [(examples[i], features(i)) for i in indices]
-    B, T, H = len(chosen), max(len(example) for example, _ in chosen) - 1, chosen[0][1].shape[1]
+    B, T, H = len(chosen), max(_padded_rows(len(example)) for example, _ in chosen), chosen[0][1].shape[1]
     dtype = chosen[0][1].dtype
     batch = Batch(
         torch.zeros(B, T, dtype=torch.int64),
@@ -81,9 +83,14 @@ def _windows(indices: Sequence[int]) -> Iterator[Sequence[int]]:
 def _packed(lengths: Sequence[int], window: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
     batch: list[int] = []
     for i in sorted(window, key=lambda i: lengths[i]):
-        if batch and lengths[i] * (len(batch) + 1) > max_tokens:
+        if batch and _padded_rows(lengths[i]) * (len(batch) + 1) > max_tokens:
             yield batch
             batch = []
         batch.append(i)
     if batch:
         yield batch
+
+
+def _padded_rows(length: int) -> int:
+    """Rows that an example of ``length`` tokens takes: one fewer than tokens, rounded up."""
+    return -(-(length - 1) // _ROW_STEP) * _ROW_STEP

@@ -14,6 +14,8 @@ from torch import Tensor
 
 # Rows scored at once: logits of a chunk stay in a CPU's cache, and memory does not grow with the batch.
 _CHUNK = 256
+# The last chunk is padded to a multiple of this, for oneDNN keeps a compiled product for every number of rows.
+_STEP = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +50,12 @@ class _SoftCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=predicted.device)
         for start in range(0, len(predicted), _CHUNK):
             rows = slice(start, start + _CHUNK)
-            logits = F.linear(predicted_cast[rows], scorer.rows)
-            wanted = torch.softmax(F.linear(truth_cast[rows], scorer.rows), dim=-1)
-            total += torch.logsumexp(logits.float(), dim=-1).sum() - (wanted * logits).sum(dtype=torch.float32)
-            gradient[rows] = F.linear(torch.softmax(logits, dim=-1).sub_(wanted), scorer.columns)
+            n = len(predicted_cast[rows])
+            logits, truth_logits = (_product(values[rows], scorer.rows) for values in (predicted_cast, truth_cast))
+            wanted = torch.softmax(truth_logits, dim=-1)
+            entropies = torch.logsumexp(logits.float(), dim=-1) - (wanted * logits).sum(dim=-1, dtype=torch.float32)
+            total += entropies[:n].sum()
+            gradient[rows] = F.linear(torch.softmax(logits, dim=-1).sub_(wanted), scorer.columns)[:n]
         ctx.save_for_backward(gradient.to(predicted.dtype))
         return total
 
@@ -59,6 +63,11 @@ class _SoftCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
         return gradient * outer, None, None
+
+
+def _product(values: Tensor, weight: Tensor) -> Tensor:
+    """``values`` (n, H) @ ``weight`` (V, H)^T, with zero rows added up to a multiple of 32."""
+    return F.linear(F.pad(values, (0, 0, 0, -len(values) % _STEP)), weight)
 
 
 @dataclass(frozen=True, slots=True)
