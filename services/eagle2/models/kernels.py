@@ -91,7 +91,8 @@ def _fold_block(q, keys, values, valid, scale, s, t, o, m, total):
     dim = q.shape[0]
     for j in range(64):
         s[j] = _ZERO
-    for d in range(0, dim, 8):
+    whole = dim // 8 * 8
+    for d in range(0, whole, 8):
         q0, q1, q2, q3 = q[d], q[d + 1], q[d + 2], q[d + 3]
         q4, q5, q6, q7 = q[d + 4], q[d + 5], q[d + 6], q[d + 7]
         for j in range(64):
@@ -104,6 +105,9 @@ def _fold_block(q, keys, values, valid, scale, s, t, o, m, total):
             a = q6 * keys[d + 6, j] + a
             a = q7 * keys[d + 7, j] + a
             s[j] += a
+    for d in range(whole, dim):
+        for j in range(64):
+            s[j] += q[d] * keys[d, j]
     for j in range(64):
         s[j] = s[j] * scale if j < valid else _NEG_INF
     # Maximum and sum as a fixed tree of halvings: vectors without any freedom of order.
@@ -133,17 +137,21 @@ def _fold_block(q, keys, values, valid, scale, s, t, o, m, total):
     for d in range(dim):
         o[d] = o[d] * keep
     for j in range(0, valid, 8):
+        # Lanes past the end weigh 0 and are read from the last valid one: 0 times another token's NaN would be NaN.
         p0, p1, p2, p3 = s[j], s[j + 1], s[j + 2], s[j + 3]
         p4, p5, p6, p7 = s[j + 4], s[j + 5], s[j + 6], s[j + 7]
+        end = valid - 1
+        j1, j2, j3, j4 = min(j + 1, end), min(j + 2, end), min(j + 3, end), min(j + 4, end)
+        j5, j6, j7 = min(j + 5, end), min(j + 6, end), min(j + 7, end)
         for d in range(dim):
             a = p0 * values[j, d]
-            a = p1 * values[j + 1, d] + a
-            a = p2 * values[j + 2, d] + a
-            a = p3 * values[j + 3, d] + a
-            a = p4 * values[j + 4, d] + a
-            a = p5 * values[j + 5, d] + a
-            a = p6 * values[j + 6, d] + a
-            a = p7 * values[j + 7, d] + a
+            a = p1 * values[j1, d] + a
+            a = p2 * values[j2, d] + a
+            a = p3 * values[j3, d] + a
+            a = p4 * values[j4, d] + a
+            a = p5 * values[j5, d] + a
+            a = p6 * values[j6, d] + a
+            a = p7 * values[j7, d] + a
             o[d] += a
     return top, total * keep + block_total
 
