@@ -117,7 +117,7 @@ class PromptEncoder:
     def chat(self, text: str, system: str | None = None) -> tuple[int, ...]:
         """A user's message, with a system message before it. Raises ``ModelError`` without a chat template."""
         if self._template is None:
-            raise ModelError(f"The model {self._name!r} has no chat template: it can only continue a raw text.")
+            raise ModelError(f"The model {self._name!r} has no chat template: it can only continue a raw text (--raw).")
         messages = [{"role": "user", "content": text}]
         if system is not None:
             messages.insert(0, {"role": "system", "content": system})

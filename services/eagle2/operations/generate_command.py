@@ -75,9 +75,11 @@ def _sampling(args: argparse.Namespace) -> SamplingParams:
         ("--seed", args.seed, 0, 2**64 - 1),
     ):
         inside = value is None or (value >= low and (high is None or value <= high))
-        if not inside or (name == "--top-p" and value == 0):
+        if not inside:
             bound = f"at least {low}" if high is None else f"between {low} and {high}"
-            raise ConfigError(f"{name} must be {bound}{', and not 0' if name == '--top-p' else ''}, not {value}.")
+            raise ConfigError(f"{name} must be {bound}, not {value}.")
+    if args.top_p == 0:
+        raise ConfigError("--top-p must be above 0, or no token is left.")
     return SamplingParams(
         seed=secrets.randbits(64) if args.seed is None else args.seed,
         temperature=args.temperature,
