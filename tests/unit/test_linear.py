@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
@@ -32,6 +32,7 @@ def layer(outputs: int, inputs: int, dtype: torch.dtype, biased: bool) -> tuple[
 tile_sets = st.sets(st.integers(1, 64), min_size=1).map(lambda tiles: tuple(sorted(tiles)))
 
 
+@settings(deadline=None)
 @given(rows=st.integers(1, 500), tiles=tile_sets)
 def test_a_plan_covers_the_rows_with_tiles_alone(rows: int, tiles: tuple[int, ...]) -> None:
     plan = row_plan(rows, tiles)
@@ -44,6 +45,7 @@ def test_a_plan_covers_the_rows_with_tiles_alone(rows: int, tiles: tuple[int, ..
     assert sum(row_plan(sum(plan), tiles)) == sum(plan)
 
 
+@settings(deadline=None)
 @given(rows=st.integers(1, 200), sets=st.lists(tile_sets, min_size=1, max_size=4))
 def test_rows_padded_for_all_layers_suit_each(rows: int, sets: list[tuple[int, ...]]) -> None:
     linears = []

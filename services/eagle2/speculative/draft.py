@@ -64,7 +64,7 @@ def best_children(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 def expand(network: DraftNetwork, features: Tensor, logits: Tensor, shape: TreeShape) -> Candidates:
     """Grow the candidates level by level; each level's beam is the K best nodes of the level above.
 
-    features: (B, H) the head's output at the last committed row; logits: (B, V) there.
+    features: (B, H) the head's output at the last committed row; logits: (B, V) there. A K above V counts as V.
     """
     scores, tokens = best_children(logits, shape.top_k)
     batch, k = tokens.shape

@@ -99,12 +99,19 @@ class Tree:
         return Tree(self.tokens.gather(1, keep), parents, self.scores.gather(1, keep), sizes)
 
     def check(self) -> None:
-        """Raises ValueError unless every node's parent is a valid node before it and no score rises downwards."""
+        """Raises ValueError unless every node's parent is a valid node before it and no score rises downwards.
+
+        Padding must look like padding, else acceptance could walk into it.
+        """
         valid = self.is_node()
         index = torch.arange(self.num_nodes, device=self.tokens.device)
         drafted = valid & (index > 0)
-        if bool((self.parents[:, 0] != NO_NODE).any()) or bool((self.sizes < 1).any()):
+        if bool(((self.sizes < 1) | (self.sizes > self.num_nodes)).any()):
+            raise ValueError(f"a tree here has 1 to {self.num_nodes} nodes, got sizes {self.sizes.tolist()}")
+        if bool((self.parents[:, 0] != NO_NODE).any()):
             raise ValueError("a tree begins with its root, whose parent is -1")
+        if bool((self.parents[~valid] != NO_NODE).any()):
+            raise ValueError(f"padding has the parent -1, got parents {self.parents.tolist()}")
         if bool((drafted & ((self.parents < 0) | (self.parents >= index))).any()):
             raise ValueError(f"a drafted node's parent comes before it, got parents {self.parents.tolist()}")
         rises = self.scores > self.scores.gather(1, self.parents.clamp_min(0))
