@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 _MASK64 = (1 << 64) - 1
+# Below it logits divided by the temperature leave float32; the arg-max wins here already.
+_COLDEST = 1e-30
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ def truncated(logits: Tensor, rule: TokenRule) -> Tensor:
 
     At least the likeliest token always stays. Ties at the border of top_k all stay.
     """
-    logits = logits / rule.temperature
+    logits = logits / max(rule.temperature, _COLDEST)
     if 0 < rule.top_k < logits.shape[-1]:
         border = logits.topk(rule.top_k).values[-1]
         logits = logits.masked_fill(logits < border, -torch.inf)
@@ -133,7 +135,8 @@ def gumbel_noise(seed: int, position: int, vocab_size: int, device: torch.device
     key = _mix_int((_mix_int(seed & _MASK64) + position) & _MASK64)
     token = torch.arange(vocab_size, dtype=torch.int64, device=device)
     bits = _mix(token + _signed(key))
-    uniform = ((bits >> 11) & ((1 << 53) - 1)).double().add_(0.5).mul_(2.0**-53)
+    # 52 bits and a half are exact in float64; a 53rd would round up to 1, whose noise is infinite.
+    uniform = _shift_right(bits, 12).double().add_(0.5).mul_(2.0**-52)
     return uniform.log_().neg_().log_().neg_()
 
 
