@@ -31,7 +31,9 @@ class Server:
         environ = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "EAGLE2_"))} | {name: value}
         if "EAGLE2_CACHE_DIR" in os.environ:
             environ["EAGLE2_CACHE_DIR"] = os.environ["EAGLE2_CACHE_DIR"]
-        command = [sys.executable, "-m", "eagle2.cli", "serve", "--port", str(self.port), *flags]
+        # As a shell without job control starts things in the background: with SIGINT ignored.
+        shell = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]
+        command = [*shell, sys.executable, "-m", "eagle2.cli", "serve", "--port", str(self.port), *flags]
         with log.open("w") as output:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environ, start_new_session=True
@@ -73,9 +75,9 @@ class Server:
         return {name: float(value) for name, value in pairs}
 
     def stop(self, number: int = signal.SIGINT) -> int:
-        """Signal the command as a terminal would and return its exit status."""
+        """Interrupt the whole process group, as a terminal does, or signal the command alone; return its status."""
         if self.process.poll() is None:
-            self.process.send_signal(number)
+            (os.killpg if number == signal.SIGINT else os.kill)(self.process.pid, number)
         return self.process.wait(_STOP_S)
 
     def processes(self, title: str = "") -> list[int]:

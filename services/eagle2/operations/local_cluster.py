@@ -8,8 +8,9 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -26,6 +27,7 @@ _QUIET = {
     "RAY_memory_monitor_refresh_ms": "0",
 }
 _OBJECT_STORE_BYTES = 80_000_000
+_DRAIN_S, _SHUTDOWN_S = 15.0, 10.0
 
 
 class LocalCluster:
@@ -67,15 +69,12 @@ class LocalCluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         import ray
-        from ray import serve
 
         with _uninterrupted():
             if ray.is_initialized():
-                # Lets replicas finish what they hold. Serve's own shutdown takes longer and prints what it kills.
-                for application in self._applications:
-                    with contextlib.suppress(Exception):
-                        serve.delete(application)
-                ray.shutdown()
+                # A signal to the whole process group may have ended Ray already; then these calls wait for nobody.
+                _bounded(self._delete_applications, _DRAIN_S)
+                _bounded(ray.shutdown, _SHUTDOWN_S)
             self._reap(timeout_s=5.0)
             shutil.rmtree(self.directory, ignore_errors=True)
 
@@ -92,6 +91,14 @@ class LocalCluster:
         )
         self._applications += [application.name for application in schema.applications]
         client.deploy_apps(schema, _blocking=False)
+
+    def _delete_applications(self) -> None:
+        """Let replicas finish what they hold. Serve's own shutdown takes longer and prints what it kills."""
+        from ray import serve
+
+        for application in self._applications:
+            with contextlib.suppress(Exception):
+                serve.delete(application)
 
     def _reap(self, timeout_s: float) -> None:
         """Wait for the cluster's processes; end those that outlive ``timeout_s``."""
@@ -112,6 +119,12 @@ class LocalCluster:
                     yield int(entry.name)
             except OSError:
                 continue  # gone meanwhile, or somebody else's
+
+
+def _bounded(step: Callable[[], None], seconds: float) -> None:
+    thread = threading.Thread(target=step, daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 def _is_zombie(process: Path) -> bool:

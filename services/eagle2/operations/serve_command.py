@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until Ctrl-C or SIGTERM, which end it with status 0. Raises ``Eagle2Error`` when it cannot start."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    _take_signals()
     logging.basicConfig(level=logging.WARNING, format="eagle2 serve: %(message)s")
     logging.getLogger("eagle2").setLevel(logging.INFO)
     try:
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         _say("Starting Ray")
         _unset_environment()
         with LocalCluster() as cluster:
-            signal.signal(signal.SIGTERM, _interrupt)  # Ray put its own in place
+            _take_signals()  # Ray put its own in place
             application = document["applications"][0]["name"]
             cluster.deploy(with_settings(document, settings, cluster.directory))
             _wait_until_ready(settings.http, application)
@@ -173,6 +173,12 @@ def _unset_environment() -> None:
 
 def _say(line: str) -> None:
     print(f"eagle2 serve: {line}", file=sys.stderr, flush=True)
+
+
+def _take_signals() -> None:
+    # SIGINT too: a shell without job control starts background commands with SIGINT ignored.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
