@@ -19,7 +19,10 @@ Array = NDArray[Any]
 
 # Rows that share one copy of a context block; more tasks than that only where threads would stand idle.
 _ROWS_PER_TASK = 16
-# Numba's thread pools do not all allow calls from several threads at once.
+# Multiply-adds from which a second thread pays for being woken.
+_WORK_FOR_THREADS = 1_000_000
+# Numba's own thread pool: an OpenMP one would spin beside torch's, each in the other's way. It allows one call at a time.
+numba.config.THREADING_LAYER = "workqueue"  # type: ignore[attr-defined]
 _kernel_lock = threading.Lock()
 _thread_state = threading.local()
 
@@ -63,6 +66,7 @@ class RowLayout:
         self.slots = F.pad(rows.slots, (0, padded - len(rows)), value=-1).numpy()
         self.tables, self.lengths = rows.tables.numpy(), rows.lengths.numpy()
         self.paths, self.path_lengths = rows.paths.numpy(), rows.path_lengths.numpy()
+        self.positions = int(self.lengths.sum() + self.path_lengths.sum())
         self.tasks = _tasks(rows.starts.numpy(), threads)
 
     def attend(self, qkv: Tensor, cos: Tensor, sin: Tensor, pool: KVPool, layer: int, heads: int) -> Tensor:
@@ -75,7 +79,7 @@ class RowLayout:
         keys, values = pool.key_arrays[layer], pool.value_arrays[layer]
 
         with _kernel_lock:
-            _follow_torch_threads()
+            _use_kernel_threads(self.positions * heads * dim * 2)
             kernels.rotate_and_store(as_array(qkv), cos.numpy(), sin.numpy(), self.slots, keys, values, query)
             kernels.attend(
                 query, keys, values, self.tables, self.lengths, self.paths, self.path_lengths, self.tasks,
@@ -97,12 +101,12 @@ class RowLayout:
         return F.pad(out.reshape(rows, heads * dim), (0, 0, 0, qkv.shape[0] - rows))
 
 
-def _follow_torch_threads() -> None:
-    """Give the kernels as many threads as torch has; numba keeps that number per calling thread."""
-    wanted = torch.get_num_threads()
+def _use_kernel_threads(work: int) -> None:
+    """As many threads as torch has, but one for a little work. Numba keeps that number per calling thread."""
+    available: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
+    wanted = min(torch.get_num_threads(), available) if work >= _WORK_FOR_THREADS else 1
     if getattr(_thread_state, "count", None) != wanted:
-        available: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
-        numba.set_num_threads(min(wanted, available))
+        numba.set_num_threads(wanted)
         _thread_state.count = wanted
 
 
