@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tests.golden_pair import GOLDEN, PooledDrafter, PooledTarget, load_head, load_target
 from torch import Tensor
 
+from eagle2.models.linear import packs
 from eagle2.speculative import sampling
 from eagle2.speculative.accept import Choose, accept
 from eagle2.speculative.cycle import cycle
@@ -445,8 +446,8 @@ class Run:
         return choose_token(logits, self.rule, position, self.counts.with_path(path))
 
 
-def start(runs: list[Run], name: str) -> PooledTarget:
-    target = PooledTarget(load_target(name), [run.prompt for run in runs])
+def start(runs: list[Run], name: str, dtype: torch.dtype) -> PooledTarget:
+    target = PooledTarget(load_target(name, dtype), [run.prompt for run in runs])
     for run, logits in zip(runs, target.prompt_logits, strict=True):
         run.take([run.choose(logits, [])])
     return target
@@ -463,10 +464,10 @@ def choice_of(runs: list[Run], tree: Tree, logits: Tensor) -> Choose:
     return choose
 
 
-def speculated(runs: list[Run], name: str, shape: TreeShape) -> float:
+def speculated(runs: list[Run], name: str, dtype: torch.dtype, shape: TreeShape) -> float:
     """Fill the runs' outputs by cycles; returns committed tokens a cycle and sequence."""
-    target = start(runs, name)
-    drafter = PooledDrafter(load_head(name, target.model), len(runs))
+    target = start(runs, name, dtype)
+    drafter = PooledDrafter(load_head(name, target.model, dtype), len(runs))
     features = target.prompt_features
     tokens = [torch.tensor([*run.prompt[1:], run.output[0]]) for run in runs]
     cycles = 0
@@ -478,8 +479,8 @@ def speculated(runs: list[Run], name: str, shape: TreeShape) -> float:
     return sum(len(run.output) - 1 for run in runs) / cycles / len(runs)
 
 
-def plain(runs: list[Run], name: str) -> None:
-    target = start(runs, name)
+def plain(runs: list[Run], name: str, dtype: torch.dtype) -> None:
+    target = start(runs, name, dtype)
     for _ in range(LENGTH - 1):
         tree = Tree.of_roots(torch.tensor([run.output[-1] for run in runs]))
         done = accept(tree, choice_of(runs, tree, target.verify(tree)))
@@ -500,10 +501,18 @@ MIXED = [
 ]
 
 
-@pytest.mark.parametrize("name", ["A", "B"])
-@pytest.mark.parametrize("shape", [TreeShape(3, 4, 16), TreeShape(5, 1, 6)])
-def test_speculation_changes_no_token(name: str, shape: TreeShape) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype", "shape"),
+    [
+        ("A", torch.float32, TreeShape(5, 1, 6)),
+        ("B", torch.float32, TreeShape(3, 4, 16)),
+        ("A", torch.bfloat16, TreeShape(3, 4, 16)),
+    ],
+)
+def test_speculation_changes_no_token(name: str, dtype: torch.dtype, shape: TreeShape) -> None:
     """All rules side by side in one batch with trees, against one batch without and each run alone without."""
+    if not packs(torch.empty(2, 2, dtype=dtype)):
+        pytest.skip(f"this CPU has no instructions for {dtype}")
     record = json.loads((GOLDEN / f"greedy_{name}_small.json").read_text())
     prompts = [run["prompt_ids"] for run in record["runs"]]
 
@@ -511,17 +520,17 @@ def test_speculation_changes_no_token(name: str, shape: TreeShape) -> None:
         return [Run(prompts[i % len(prompts)], rule) for i, rule in enumerate(MIXED)]
 
     drafted, together, alone = runs(), runs(), runs()
-    committed = speculated(drafted, name, shape)
+    committed = speculated(drafted, name, dtype, shape)
     assert committed > 1.2, "drafted tokens were accepted"
-    plain(together, name)
+    plain(together, name, dtype)
     for run in alone[::3]:
-        plain([run], name)
+        plain([run], name, dtype)
     for i, run in enumerate(drafted):
         assert run.output[:LENGTH] == together[i].output
         if i % 3 == 0:
             assert run.output[:LENGTH] == alone[i].output
     # The seed matters: the same prompt and rule with another one is another text.
     other = [Run(prompts[0], dataclasses.replace(MIXED[0], seed=99)), Run(prompts[0], MIXED[0])]
-    plain(other, name)
+    plain(other, name, dtype)
     assert other[0].output != other[1].output
     assert other[1].output == together[0].output
