@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +12,8 @@ import pytest
 
 from eagle2.cli import main
 from eagle2.errors import ConfigError
+from eagle2.evaluation.baseline import TransformersBaseline
+from eagle2.evaluation.measure import Generation
 from eagle2.evaluation.trees import PAPER, parse_shapes, shape_name
 from eagle2.protocol import Commit, GenerationRequest
 from eagle2.speculative.draft import TreeShape
@@ -59,6 +61,26 @@ def test_three_systems_are_measured_in_one_run(
     assert values["model"]["prompts"] == 2
     assert values["commit"]
     assert values["cores"] >= values["threads"] == 1
+
+
+def test_a_baseline_that_differs_is_reported_with_the_gap_and_fails_nothing(
+    flags: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = TransformersBaseline.generate
+
+    def generate(self: TransformersBaseline, prompt_ids: Sequence[int], max_tokens: int) -> Generation:
+        answer = original(self, prompt_ids, max_tokens)
+        ids = answer.token_ids
+        return replace(answer, token_ids=(*ids[:2], ord("z"), *ids[3:]))
+
+    monkeypatch.setattr(TransformersBaseline, "generate", generate)
+    options = ["--max-tokens", "6", "--limit", "1", "--rounds", "1", "--draft", "none", "--out", str(tmp_path)]
+    assert main(["bench", *flags, *options]) == 0
+    (difference,) = json.loads((tmp_path / "speed.json").read_text())["transformers_differs"]
+    assert difference["position"] == 2
+    assert difference["gap"] > 1.0  # z is nothing that this model would have said
+    expected = f"on 0 of 1 prompts; on the others the first difference is at position 2 (gap {difference['gap']:.3f})."
+    assert expected in capsys.readouterr().out
 
 
 def test_acceptance_alone_is_measured_by_shape(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -125,14 +126,15 @@ def test_the_report_has_medians_ratios_and_every_round() -> None:
 
 
 def test_the_report_says_where_transformers_differs_and_why() -> None:
+    differing = replace(_comparison(baseline="transformers"), gaps={"q": 0.125})
     said = (
-        "`transformers` gives the same token ids on 0 of 2 prompts; on the others the first difference is at position 5"
+        "gives the same token ids on 0 of 2 prompts; on the others the first difference is at position 5, 5 (gap 0.125)"
     )
-    assert f"{said}, 5 (sums in another order, rounded to bfloat16)." in speed_text(
-        _comparison(baseline="transformers")
-    )
+    assert f"{said}: sums in another order, rounded to bfloat16" in speed_text(differing)
     # In float32 rounding is no excuse.
-    assert f"{said}, 5." in speed_text(_comparison(baseline="transformers", dtype="float32"))
+    assert f"{said}." in speed_text(replace(differing, dtype="float32"))
+    gaps = {entry["prompt"]: entry["gap"] for entry in speed_json(differing)["transformers_differs"]}
+    assert gaps == {"p": None, "q": 0.125}
 
 
 def test_the_report_cannot_hide_a_lost_token() -> None:

@@ -50,6 +50,12 @@ class TransformersBaseline:
         ids = tuple(output[0, prompt.shape[1] :].tolist())
         return Generation(ids, times.first - began, times.last - began)
 
+    @torch.inference_mode()
+    def gap(self, ids: Sequence[int], a: int, b: int) -> float:
+        """How far apart the logits of two tokens lie behind ``ids``: small where rounding decides between them."""
+        logits = self._model(torch.tensor([list(ids)], device=self._device)).logits[0, -1].float()
+        return abs(float(logits[a] - logits[b]))
+
 
 class _TokenTimes:
     """A streamer that only looks at the clock: it is given the prompt, then every token as it is chosen."""

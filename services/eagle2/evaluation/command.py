@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from eagle2.evaluation.baseline import TransformersBaseline
 from eagle2.evaluation.machine import Conditions
 from eagle2.evaluation.measure import Generation, greedy_request, measure, wait_until_paired
 from eagle2.evaluation.prompts import Prompt, PromptEncoder, PromptSet, default_prompts, read_prompts, select
-from eagle2.evaluation.speed import System, differences, measure_speed
+from eagle2.evaluation.speed import Run, System, differences, measure_speed
 from eagle2.evaluation.trees import ShapedEngine, parse_shapes, shape_name
 from eagle2.models.dtype import resolve_device
 from eagle2.operations.settings_flags import add_engine_flags, add_model_flags, given_settings
@@ -96,13 +96,13 @@ def _speed(
 ) -> int:
     ids = _encode(engine, prompts)
     systems: dict[str, System] = {}
+    baseline = None
     if not args.no_baseline:
         say("Loading transformers")
         description = engine.description
         device = resolve_device(engine.settings.model.device)
-        systems[BASELINE] = TransformersBaseline(
-            engine.folder, description.dtype, device, description.eos_token_ids
-        ).generate
+        baseline = TransformersBaseline(engine.folder, description.dtype, device, description.eos_token_ids)
+        systems[BASELINE] = baseline.generate
     with asyncio.Runner() as runner:
         if shapes:
             runner.run(wait_until_paired(engine.service))
@@ -114,10 +114,11 @@ def _speed(
     comparison = report.Comparison(
         systems=tuple(systems),
         plain=PLAIN,
-        baseline=None if args.no_baseline else BASELINE,
+        baseline=BASELINE if baseline else None,
         runs=runs,
         lost=lost,
         dtype=engine.description.dtype,
+        gaps=_gaps(baseline, ids, runs) if baseline else {},
     )
     model = _model(engine, prompts, args.max_tokens)
     text = f"{report.speed_text(comparison)}\n\n{report.conditions_lines(conditions, model)}"
@@ -126,6 +127,20 @@ def _speed(
         values = {**report.conditions_json(conditions, model), **report.speed_json(comparison)}
         report.write_report(args.out, "speed", text, values)
     return 1 if lost else 0
+
+
+def _gaps(
+    baseline: TransformersBaseline, prompts: Mapping[str, Sequence[int]], runs: Sequence[Run]
+) -> dict[str, float]:
+    """Where ``transformers`` first chose another token: how far apart it sees the two, by prompt."""
+    answers = {(run.system, run.prompt): run.generation.token_ids for run in reversed(runs)}
+    gaps = {}
+    for difference in differences(BASELINE, PLAIN, runs):
+        prompt, position = difference.prompt, difference.position
+        its, ours = answers[BASELINE, prompt], answers[PLAIN, prompt]
+        if difference.round == 1 and position < min(len(its), len(ours)):
+            gaps[prompt] = baseline.gap((*prompts[prompt], *ours[:position]), its[position], ours[position])
+    return gaps
 
 
 def _system(runner: asyncio.Runner, engine: ShapedEngine, shape: TreeShape | None) -> System:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,7 +19,8 @@ from eagle2.evaluation.trees import shape_name
 class Comparison:
     """Systems that answered the same prompts. ``plain`` and ``baseline`` name those that others are compared with.
 
-    ``lost`` are the runs in which speculation changed a token: there must be none.
+    ``lost`` are the runs in which speculation changed a token: there must be none. ``gaps`` holds, for prompts on which
+    the baseline's tokens differ from ``plain``'s, how far apart the baseline's logits of the two tokens lie.
     """
 
     systems: tuple[str, ...]
@@ -28,6 +29,7 @@ class Comparison:
     runs: Sequence[Run]
     lost: Sequence[Difference]
     dtype: str
+    gaps: Mapping[str, float] = field(default_factory=dict)
 
 
 def speed_text(comparison: Comparison) -> str:
@@ -70,9 +72,16 @@ def tokens_text(comparison: Comparison) -> str:
         positions = {difference.prompt: difference.position for difference in found}
         same = f"`transformers` gives the same token ids on {prompts - len(positions)} of {prompts} prompts"
         if positions:
-            same += f"; on the others the first difference is at position {', '.join(map(str, positions.values()))}"
+            # A prompt is named by where it parts: at which token, and how little decided it there.
+            parted = [
+                f"{position}" + (f" (gap {comparison.gaps[prompt]:.3f})" if prompt in comparison.gaps else "")
+                for prompt, position in positions.items()
+            ]
+            same += f"; on the others the first difference is at position {', '.join(parted)}"
             if comparison.dtype != "float32":
-                same += f" (sums in another order, rounded to {comparison.dtype})"
+                same += (
+                    f": sums in another order, rounded to {comparison.dtype}; a gap is that of the two tokens' logits"
+                )
         sentences.append(f"{same}.")
     return " ".join(sentences)
 
@@ -93,7 +102,9 @@ def speed_json(comparison: Comparison) -> dict[str, Any]:
         },
         "lossless": not comparison.lost,
         "lost": [asdict(difference) for difference in comparison.lost],
-        "transformers_differs": [asdict(difference) for difference in agreement],
+        "transformers_differs": [
+            {**asdict(difference), "gap": comparison.gaps.get(difference.prompt)} for difference in agreement
+        ],
         "runs": [asdict(run) for run in comparison.runs],
     }
 
