@@ -347,7 +347,8 @@ class Engine:
 
             acceptance = accept(tree, choose)
             for b, item in enumerate(decoding):
-                self._commit(item, tree, acceptance, b, all(sound[firsts[b] : firsts[b + 1]]))
+                visited = (int(firsts[b]) + node for node in acceptance.path[b].tolist() if node >= 0)
+                self._commit(item, tree, acceptance, b, all(sound[row] for row in visited))
         for row, sequence in enumerate(starting, start=int(firsts[-1])):
             if not sound[row]:
                 self._fail(sequence, "The model's output is not a number for this prompt.")

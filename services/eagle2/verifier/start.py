@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from eagle2.config import Settings
 from eagle2.engine.assemble import build_engine, describe, load_checkpoint, load_draft_runner
+from eagle2.models.dtype import use_threads
 from eagle2.transport.base import ProposerLink
 from eagle2.transport.local import LocalLink
 from eagle2.verifier.service import VerifierService
@@ -39,6 +40,7 @@ def start_verifier(
 
 def start_in_one_process(settings: Settings) -> VerifierService:
     """The same engine with the drafter in the same process: no Ray, no socket."""
+    use_threads(settings.engine.threads)
     checkpoint = load_checkpoint(settings.model)
     connect = None
     if settings.model.draft is not None:

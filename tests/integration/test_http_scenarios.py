@@ -1,0 +1,212 @@
+"""Faults that people reported in systems like this one, tried from outside: over HTTP, against a real engine.
+
+B02 greedy, B07 penalties, B09 seeds, B12 stops, B13 counts, B23 clients that leave.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from eagle2.telemetry import metrics
+from fakes.engines import PROMPTS, EngineKit
+from fakes.engines import request as engine_request
+from integration.conftest import Stack
+
+Body = dict[str, Any]
+
+
+@pytest.fixture
+async def client(stack: Stack) -> AsyncIterator[httpx.AsyncClient]:
+    limits = httpx.Limits(max_connections=100)
+    async with httpx.AsyncClient(base_url=stack.url, timeout=120, limits=limits) as opened:
+        yield opened
+
+
+async def complete(client: httpx.AsyncClient, prompt: str, **fields: Any) -> Body:
+    body = {"prompt": prompt, "temperature": 0, "max_tokens": 32, "return_token_ids": True, **fields}
+    response = await client.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    answer: Body = response.json()
+    return answer
+
+
+async def streamed(client: httpx.AsyncClient, prompt: str, **fields: Any) -> Body:
+    """The same out of a stream: text, ids, reason and usage put together again."""
+    body = {"prompt": prompt, "temperature": 0, "max_tokens": 32, "return_token_ids": True, "stream": True}
+    text, ids, reason, usage = "", [], None, None
+    async with client.stream(
+        "POST", "/v1/completions", json={**body, "stream_options": {"include_usage": True}, **fields}
+    ) as response:
+        assert response.status_code == 200
+        async for line in response.aiter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            for choice in chunk["choices"]:
+                text += choice["text"]
+                ids += choice.get("token_ids") or []
+                reason = choice["finish_reason"] or reason
+            usage = chunk["usage"] or usage
+    return {"choices": [{"text": text, "token_ids": ids, "finish_reason": reason}], "usage": usage}
+
+
+def outcome(answer: Body) -> tuple[Any, ...]:
+    choice = answer["choices"][0]
+    return choice["token_ids"], choice["text"], choice["finish_reason"], answer["usage"]["completion_tokens"]
+
+
+async def test_b02_greedy_is_the_same_on_and_off(stack: Stack, client: httpx.AsyncClient) -> None:
+    off = [await complete(client, prompt, speculation=False, max_tokens=64) for prompt in PROMPTS]
+    alone = [await complete(client, prompt, max_tokens=64) for prompt in PROMPTS]
+    together = await asyncio.gather(*(complete(client, prompt, max_tokens=64) for prompt in PROMPTS))
+    for answers in (alone, together):
+        assert list(map(outcome, answers)) == list(map(outcome, off))
+    assert all(a["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] == 0 for a in off)
+    assert sum(a["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] for a in alone) > 50
+    # The engine itself, without any server, says the same.
+    assert off[0]["choices"][0]["token_ids"] == EngineKit(None).answer(engine_request(PROMPTS[0], max_tokens=64)).ids
+
+
+@pytest.mark.parametrize("penalty", [-2, -0.3, 0, 1.1, 2])
+async def test_b07_penalties(client: httpx.AsyncClient, penalty: float) -> None:
+    prompt = "the rain the rain the rain the "
+    fields = {"frequency_penalty": penalty, "ignore_eos": True}
+    on = await complete(client, prompt, **fields)
+    assert outcome(on) == outcome(await complete(client, prompt, speculation=False, **fields))
+    if abs(penalty) == 2:
+        other = await complete(client, prompt, **{**fields, "frequency_penalty": -penalty})
+        assert other["choices"][0]["token_ids"] != on["choices"][0]["token_ids"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"presence_penalty": 1.5},
+        {"repetition_penalty": 1.4},
+        {"logit_bias": {"97": 30}},
+        {"logit_bias": {"32": -100, "101": 5}, "temperature": 1, "seed": 4},
+        {"temperature": 0.8, "top_p": 0.8, "seed": 1},
+        {"temperature": 1.2, "top_k": 3, "seed": 2},
+        {"temperature": 2, "min_p": 0.2, "seed": 3},
+    ],
+    ids=str,
+)
+async def test_every_sampling_field_is_honoured_alike_with_and_without_drafts(
+    client: httpx.AsyncClient, fields: Body
+) -> None:
+    on = await complete(client, PROMPTS[5], ignore_eos=True, **fields)
+    assert outcome(on) == outcome(await complete(client, PROMPTS[5], ignore_eos=True, speculation=False, **fields))
+    default = {"temperature": fields.get("temperature", 0), "seed": fields.get("seed", 0)}
+    neutral = await complete(client, PROMPTS[5], ignore_eos=True, **default)
+    assert on["choices"][0]["token_ids"] != neutral["choices"][0]["token_ids"], "the field changes the answer"
+
+
+async def test_b09_seeds(client: httpx.AsyncClient) -> None:
+    prompt = "A robot may not injure a human being"
+    for seed in (42, 0, 7777777, 2**64 - 1):
+        fields = {"temperature": 1.0, "seed": seed, "ignore_eos": True}
+        first = outcome(await complete(client, prompt, **fields))
+        assert outcome(await complete(client, prompt, **fields)) == first
+        others = [complete(client, p, temperature=1.0) for p in PROMPTS[:7]]
+        beside = await asyncio.gather(complete(client, prompt, **fields), *others)
+        assert outcome(beside[0]) == first
+        twins = await asyncio.gather(*(complete(client, prompt, **fields) for _ in range(2)))
+        assert [outcome(twin) for twin in twins] == [first, first]
+        assert outcome(await complete(client, prompt, speculation=False, **fields)) == first
+    unseeded = {tuple((await complete(client, prompt, temperature=1.0))["choices"][0]["token_ids"]) for _ in range(5)}
+    assert len(unseeded) >= 2
+
+
+@pytest.mark.parametrize("seed", ["42", 1.5, 2**64, -(2**63) - 1, [], True])
+async def test_b09_seeds_that_are_refused(client: httpx.AsyncClient, seed: object) -> None:
+    response = await client.post("/v1/completions", json={"prompt": "a", "seed": seed})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "seed"
+
+
+async def test_b09_the_100th_request_is_like_the_first(client: httpx.AsyncClient) -> None:
+    fields = {"temperature": 1.0, "seed": 5, "max_tokens": 16}
+    first = outcome(await complete(client, PROMPTS[0], **fields))
+    for _ in range(5):
+        await asyncio.gather(*(complete(client, p, temperature=1.0, max_tokens=4) for p in [*PROMPTS, *PROMPTS, "x"]))
+    assert outcome(await complete(client, PROMPTS[0], **fields)) == first
+
+
+async def test_b12_stops(client: httpx.AsyncClient) -> None:
+    whole = await complete(client, PROMPTS[2], max_tokens=60, ignore_eos=True)
+    text, ids = whole["choices"][0]["text"], whole["choices"][0]["token_ids"]
+    for start, end in ((9, 12), (10, 18), (16, 17), (20, 28)):
+        stop = text[start:end]
+        at = text.find(stop)
+        for ask in (complete, streamed):
+            answer = await ask(client, PROMPTS[2], max_tokens=60, ignore_eos=True, stop=["never said", stop])
+            assert answer["choices"][0]["text"] == text[:at]
+            assert answer["choices"][0]["token_ids"] == ids[: at + len(stop)]
+            assert answer["choices"][0]["finish_reason"] == "stop"
+            assert answer["usage"]["completion_tokens"] == at + len(stop)
+    token = next(i for i, t in enumerate(ids) if ids.index(t) == i and i > 5)
+    answer = await complete(client, PROMPTS[2], max_tokens=60, ignore_eos=True, stop_token_ids=[ids[token]])
+    assert answer["choices"][0]["token_ids"] == ids[: token + 1]
+    assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 7, 8, 64])
+async def test_b13_counts(client: httpx.AsyncClient, max_tokens: int) -> None:
+    answers = [
+        await ask(client, PROMPTS[7], max_tokens=max_tokens, ignore_eos=True, speculation=speculation)
+        for ask in (complete, streamed)
+        for speculation in (True, False)
+    ]
+    assert len({str(outcome(answer)) for answer in answers}) == 1
+    for answer in answers:
+        choice, usage = answer["choices"][0], answer["usage"]
+        assert usage["completion_tokens"] == len(choice["token_ids"]) == max_tokens
+        assert choice["finish_reason"] == "length"
+        assert usage["total_tokens"] == usage["prompt_tokens"] + max_tokens
+        assert usage["prompt_tokens"] == 1 + len(PROMPTS[7])
+
+
+async def test_b23_clients_that_leave(stack: Stack, client: httpx.AsyncClient) -> None:
+    """30 requests that would run long, half of them streams, more than fit into the batch; all sockets are closed."""
+    stats = stack.kit.stats
+    aborted = stats.get(metrics.NUM_REQUESTS_ABORTED)
+    body = {"prompt": PROMPTS[0], "max_tokens": 400, "ignore_eos": True, "temperature": 0}
+
+    async def leave(stream: bool) -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await read_all(client, {**body, "stream": stream})
+
+    await asyncio.gather(*(leave(i % 2 == 0) for i in range(30)))
+    await settled(lambda: stats.get(metrics.NUM_REQUESTS_RUNNING) + stats.get(metrics.NUM_REQUESTS_WAITING) == 0)
+    await settled(lambda: stack.kit.target.pool.num_used == 0)
+    await settled(lambda: stack.handler.pool.num_used == 0)
+    assert stats.get(metrics.NUM_REQUESTS_ABORTED) - aborted == 30
+    drafts = stats.get(metrics.NUM_DRAFTS)
+    await asyncio.sleep(0.3)
+    assert stats.get(metrics.NUM_DRAFTS) == drafts, "nothing is drafted for them any more"
+
+    aborted = stats.get(metrics.NUM_REQUESTS_ABORTED)
+    for _ in range(10):
+        await asyncio.gather(*(complete(client, p, max_tokens=3) for p in PROMPTS for _ in range(2)))
+    assert stats.get(metrics.NUM_REQUESTS_ABORTED) == aborted, "a normal end is no abort"
+
+
+async def read_all(client: httpx.AsyncClient, body: Body) -> None:
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        async for _ in response.aiter_bytes():
+            pass
+
+
+async def settled(condition: Any, within_s: float = 30) -> None:
+    limit = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < limit, "not settled in time"
+        await asyncio.sleep(0.02)
