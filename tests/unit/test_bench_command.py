@@ -121,7 +121,9 @@ def test_a_changed_token_is_reported_and_fails(
 def test_without_a_draft_head_two_systems_remain(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--max-tokens", "6", "--limit", "1", "--rounds", "1", "--draft", "none"]
     assert main(["bench", *flags, *options]) == 0
-    first = [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines()[2:4]]
+    shown = capsys.readouterr().out
+    assert "speculation on and off" not in shown
+    first = [line.split("|")[1].strip() for line in shown.splitlines()[2:4]]
     assert first == ["transformers", "eagle2, plain"]
     assert main(["bench", "--tau-only", *flags, *options]) == 1
     assert main(["bench", "--shapes", "8/4/4", *flags, *options]) == 1

@@ -48,9 +48,13 @@ def speed_text(comparison: Comparison) -> str:
         rows.append([name, *cells])
         by_round.append([name, *(f"{rate:.1f}" for rate in speed.decode_rates)])
     rounds = [f"round {i}" for i in range(1, len(plain.decode_rates) + 1)]
-    parts = [markdown_table(head, rows), tokens_text(comparison)]
-    parts.append("Decode tok/s by round:\n\n" + markdown_table(["", *rounds], by_round))
-    return "\n\n".join(parts)
+    parts = (
+        markdown_table(head, rows),
+        tokens_text(comparison),
+        "Decode tok/s by round:",
+        markdown_table(["", *rounds], by_round),
+    )
+    return "\n\n".join(part for part in parts if part)
 
 
 def tokens_text(comparison: Comparison) -> str:
@@ -63,7 +67,7 @@ def tokens_text(comparison: Comparison) -> str:
             f"NOT LOSSLESS: {len(comparison.lost)} runs gave other tokens than plain decoding; the first is "
             f"{first.system} on {first.prompt} in round {first.round}, at position {first.position}."
         )
-    else:
+    elif set(comparison.systems) - {comparison.plain, comparison.baseline}:
         sentences.append(
             f"Token ids with speculation on and off are identical on all {prompts} prompts in every round."
         )
