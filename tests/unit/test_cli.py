@@ -59,7 +59,8 @@ def test_the_application_builds_without_torch() -> None:
     """Serve builds it in a task of its own and unpickles the router by its import path."""
     code = (
         "import sys, eagle2.app; app = eagle2.app.build({'engine': {'depth': 2}}); "
-        "from ray import cloudpickle; import eagle2.router.deployment as r; cloudpickle.loads(cloudpickle.dumps(r.router)); "
+        "from ray import cloudpickle; from eagle2.router.deployment import router; "
+        "cloudpickle.loads(cloudpickle.dumps(router)); "
         "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
