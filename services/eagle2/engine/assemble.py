@@ -97,7 +97,9 @@ def load_draft_runner(settings: Settings, checkpoint: Checkpoint, incarnation: i
     )
     shape = tree_shape(settings)
     slots = num_slots(settings, checkpoint) + settings.engine.max_sequences * beam_slots(shape)
-    return DraftRunner(model, slots, incarnation=incarnation, vocab_size=checkpoint.vocab_size)
+    runner = DraftRunner(model, slots, incarnation=incarnation, vocab_size=checkpoint.vocab_size)
+    runner.warm_up()
+    return runner
 
 
 def build_engine(settings: Settings, checkpoint: Checkpoint, connect: Connect | None, incarnation: int) -> Engine:
@@ -127,8 +129,10 @@ def build_engine(settings: Settings, checkpoint: Checkpoint, connect: Connect | 
         retry_s=settings.pair.retry_s,
     )
     logger.info("%s runs in %s on %s with %d KV slots.", checkpoint.folder.name, checkpoint.dtype, model.device, slots)
+    target = TargetRunner(model, slots, vocab_size=checkpoint.vocab_size)
+    target.warm_up()
     return Engine(
-        TargetRunner(model, slots, vocab_size=checkpoint.vocab_size),
+        target,
         checkpoint.tokenizer,
         pair,
         stats,

@@ -46,6 +46,13 @@ class DraftRunner:
     def pool(self) -> SlotPool:
         return self._pool
 
+    def warm_up(self) -> None:
+        """Draft once, so that the first request does not wait for kernels to be compiled."""
+        features = torch.zeros(1, self._model.config.hidden_size, dtype=self._model.dtype)
+        entry = DraftEntry(sequence=-1, cycle=0, base=0, features=features, tokens=torch.zeros(1, dtype=torch.int64))
+        self.handle(DraftStep(incarnation=0, step=0, depth=2, top_k=2, num_draft_tokens=3, entries=(entry,)))
+        self.reset()
+
     def reset(self) -> None:
         for sequence in list(self._tables):
             self._close(sequence)

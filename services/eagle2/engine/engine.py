@@ -22,6 +22,7 @@ from eagle2.engine.stats import Stats
 from eagle2.engine.target import TargetRunner
 from eagle2.engine.trees import batched, tree_of_reply
 from eagle2.kv_cache.slots import OutOfSlotsError, Slots, SlotTable
+from eagle2.models.target import TargetModel
 from eagle2.protocol import GenerationRequest
 from eagle2.speculative.accept import Acceptance, accept
 from eagle2.speculative.draft import TreeShape
@@ -87,6 +88,10 @@ class Engine:
         self._set_gauges()
 
     # Called from any thread
+
+    @property
+    def target_model(self) -> TargetModel:
+        return self._target.model
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="eagle2-engine", daemon=True)

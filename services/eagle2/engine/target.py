@@ -27,6 +27,14 @@ class TargetRunner:
     def device(self) -> torch.device:
         return self.model.device
 
+    def warm_up(self) -> None:
+        """Run once, so that the first request does not wait for kernels to be compiled."""
+        table = SlotTable(self.pool)
+        builder = RowsBuilder()
+        builder.add_span(table.extend(1), 0, [0])
+        self.logits(self.forward(builder.build(self.device)))
+        table.free()
+
     @torch.inference_mode()
     def forward(self, rows: Rows) -> Tensor:
         """Features (T, H) of all rows; also kept by slot."""

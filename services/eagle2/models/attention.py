@@ -21,7 +21,7 @@ Array = NDArray[Any]
 _ROWS_PER_TASK = 16
 # Multiply-adds from which a second thread pays for being woken.
 _WORK_FOR_THREADS = 1_000_000
-# Numba's own thread pool: an OpenMP one would spin beside torch's, each in the other's way. It allows one call at a time.
+# Numba's own thread pool, since an OpenMP one would spin beside torch's. It allows one call at a time, hence the lock.
 numba.config.THREADING_LAYER = "workqueue"  # type: ignore[attr-defined]
 _kernel_lock = threading.Lock()
 _thread_state = threading.local()

@@ -132,14 +132,23 @@ def _prompt_ids(args: argparse.Namespace, description: ModelDescription, text: s
 
 async def _compare(service: VerifierService, request: GenerationRequest, result: Generation) -> int:
     """Run the same request plainly and say how it compares. 1 where a token differs."""
+    from eagle2.evaluation.divergence import best_two_gap, is_rounding
     from eagle2.evaluation.measure import first_difference, measure
 
     plain = await measure(service, request)
     position = first_difference(result.token_ids, plain.token_ids)
     if position is not None:
         with_it, without = (_token_at(ids, position) for ids in (result.token_ids, plain.token_ids))
-        _say(f"Speculation changed the answer: at position {position} it gives {with_it}, plain decoding {without}.")
-        return 1
+        context = [*request.prompt_ids, *plain.token_ids[:position]]
+        model = service.target_model
+        gap = best_two_gap(model, context)
+        allowed = is_rounding(gap, model.dtype, model.device)
+        _say(
+            f"Speculation changed the answer: at position {position} it gives {with_it}, plain decoding {without}; "
+            f"the two best logits there are {gap:.4f} apart, "
+            + ("which is rounding on this device." if allowed else "which rounding does not explain.")
+        )
+        return 0 if allowed else 1
     faster = f"{result.decode_rate / plain.decode_rate:.2f} times as fast" if plain.decode_rate else "too short to time"
     _say(f"Plain decoding: {plain.decode_rate:.1f} tok/s, the same {len(plain.token_ids)} token ids; "
          f"speculation is {faster}.")  # fmt: skip

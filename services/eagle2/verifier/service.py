@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 from eagle2.engine.engine import Engine
 from eagle2.errors import RequestError, UnavailableError
+from eagle2.models.target import TargetModel
 from eagle2.protocol import Commit, GenerationRequest, ModelDescription
 
 
@@ -20,6 +21,11 @@ class VerifierService:
         self._idle = asyncio.Event()
         self._idle.set()
         engine.start()
+
+    @property
+    def target_model(self) -> TargetModel:
+        """The weights in use, for whoever wants to compute beside the engine (with a cache of their own)."""
+        return self._engine.target_model
 
     async def describe(self) -> ModelDescription:
         return self._description
