@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from eagle2.engine.batch import RowsBuilder
-from eagle2.kv_cache.slots import Slots, SlotPool, SlotTable
+from eagle2.kv_cache.slots import SlotPool, Slots, SlotTable
 from eagle2.models.checkpoint import DraftConfig, TargetConfig, load_tensors
 from eagle2.models.draft import DraftModel
 from eagle2.models.target import TargetModel

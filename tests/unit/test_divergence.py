@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from golden_pair import PooledTarget, load_target
 
 from eagle2.evaluation.divergence import ROUNDING_GAPS, best_two_gap, is_rounding
+from golden_pair import PooledTarget, load_target
 
 CONTEXT = [256, *b"the old sailor "]
 

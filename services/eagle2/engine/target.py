@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eagle2.kv_cache.slots import SlotPool, Slots
+from eagle2.engine.batch import RowsBuilder
+from eagle2.kv_cache.slots import SlotPool, Slots, SlotTable
 from eagle2.models.rows import Rows
 from eagle2.models.target import TargetModel
 
