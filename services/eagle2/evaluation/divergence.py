@@ -11,7 +11,7 @@ from eagle2.kv_cache.slots import SlotPool, SlotTable
 from eagle2.models.target import TargetModel
 
 ROUNDING_GAPS = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
-"""Largest distance between the two best logits that counts as rounding. For bfloat16: two steps of a logit of 16 to 32."""
+"""Largest gap between the two best logits that counts as rounding. For bfloat16: two steps of a logit of 16 to 32."""
 
 
 def best_two_gap(model: TargetModel, context: Sequence[int]) -> float:
