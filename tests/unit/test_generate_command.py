@@ -108,7 +108,7 @@ def test_compare_fails_at_the_first_other_token(
     assert main(["generate", "hello", "--compare"]) == 1
     shown = capsys.readouterr()
     assert shown.out == "abcdef\n"
-    assert f"Speculation changed the answer: {sentence}; the two best logits there are 0." in shown.err
+    assert f"Speculation changed the answer: {sentence}; the two best logits there are " in shown.err
     assert shown.err.endswith("which rounding does not explain.\n")
 
 
