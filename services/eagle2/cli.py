@@ -33,10 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
 
     module, text = _COMMANDS[given.command]
-    command = importlib.import_module(module)
-    options = argparse.ArgumentParser(prog=f"eagle2 {given.command}", description=f"{text.capitalize()}.")
-    command.add_arguments(options)
     try:
+        command = importlib.import_module(module)
+        options = argparse.ArgumentParser(prog=f"eagle2 {given.command}", description=f"{text.capitalize()}.")
+        command.add_arguments(options)
         status: int = command.run(options.parse_args(given.arguments))
     except Eagle2Error as error:
         print(f"eagle2 {given.command}: {error}", file=sys.stderr)

@@ -48,8 +48,14 @@ def test_auto_takes_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("faster", [torch.float32, torch.bfloat16])
 def test_auto_takes_the_faster_one(faster: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "packs", lambda weight: True)
-    monkeypatch.setattr(module, "_linear_seconds", lambda dtype: 1.0 if dtype == faster else 1.5)
+    monkeypatch.setattr(module, "_linear_seconds", lambda dtypes: {d: 1.0 if d == faster else 1.5 for d in dtypes})
     assert resolve_dtype("auto", CPU) == faster
+
+
+def test_a_small_difference_does_not_move_auto_away_from_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "packs", lambda weight: True)
+    monkeypatch.setattr(module, "_linear_seconds", lambda _: {torch.bfloat16: 1.0, torch.float32: 0.9})
+    assert resolve_dtype("auto", CPU) == torch.bfloat16
 
 
 def test_a_device_that_is_not_here_is_refused_by_name() -> None:
