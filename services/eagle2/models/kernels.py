@@ -296,3 +296,26 @@ def silu_multiply(gate_up, out):
             gate = _widen(gate_up[row, i])
             x = min(max(-gate, _EXP_LOW), -_EXP_LOW)
             _store(out, row, 0, i, gate / (_ONE + _exp(x)) * _widen(gate_up[row, inner + i]))
+
+
+@njit(fastmath=_CONTRACT, cache=True)
+def rms_norm(x, weight, eps, out):
+    """x / rms(x) * weight. x (T, H), weight (H,), out (T, 1, H), all uint16 or all float32; sums in 16 fixed lanes."""
+    width = x.shape[1]
+    whole = width // 16 * 16
+    lanes = np.empty(16, np.float32)
+    for row in range(x.shape[0]):
+        lanes[:] = _ZERO
+        for i in range(0, whole, 16):
+            for j in range(16):
+                value = _widen(x[row, i + j])
+                lanes[j] += value * value
+        for i in range(whole, width):
+            value = _widen(x[row, i])
+            lanes[i - whole] += value * value
+        for half in (8, 4, 2, 1):
+            for j in range(half):
+                lanes[j] += lanes[j + half]
+        scale = _ONE / np.sqrt(lanes[0] / np.float32(width) + eps)
+        for i in range(width):
+            _store(out, row, 0, i, _widen(x[row, i]) * scale * _widen(weight[i]))
