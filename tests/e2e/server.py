@@ -28,7 +28,9 @@ class Server:
         self._log = log
         self._mark = f"{_MARK}={uuid.uuid4().hex}"
         name, value = self._mark.split("=")
-        environ = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "EAGLE2_"))} | {name: value}
+        # The one thread of the tests themselves is not meant for the server either.
+        ours = ("RAY_", "EAGLE2_", "OMP_", "NUMBA_")
+        environ = {k: v for k, v in os.environ.items() if not k.startswith(ours)} | {name: value}
         if "EAGLE2_CACHE_DIR" in os.environ:
             environ["EAGLE2_CACHE_DIR"] = os.environ["EAGLE2_CACHE_DIR"]
         # As a shell without job control starts things in the background: with SIGINT ignored.

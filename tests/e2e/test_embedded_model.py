@@ -42,7 +42,7 @@ PROMPTS = (
 )
 GREEDY = {"temperature": 0}
 SEEDED = {"temperature": 0.8, "top_p": 0.95, "seed": 1234}
-MAX_TOKENS = 24
+MAX_TOKENS = 16
 Outcome = tuple[list[int], str, str]
 
 
