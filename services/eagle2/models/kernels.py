@@ -16,6 +16,8 @@ import numpy as np
 from numba import njit, prange, types
 from numba.extending import overload
 
+from eagle2.models.vectors import add_rows, sum_rows
+
 BLOCK = 64
 _CONTRACT = {"contract"}  # fused multiply-add, but no reordering: sums keep the order that is written here
 
@@ -89,25 +91,7 @@ def _fold_block(q, keys, values, valid, scale, s, t, o, m, total):
     output; m, total: running maximum and sum. Positions from ``valid`` on weigh nothing.
     """
     dim = q.shape[0]
-    for j in range(64):
-        s[j] = _ZERO
-    whole = dim // 8 * 8
-    for d in range(0, whole, 8):
-        q0, q1, q2, q3 = q[d], q[d + 1], q[d + 2], q[d + 3]
-        q4, q5, q6, q7 = q[d + 4], q[d + 5], q[d + 6], q[d + 7]
-        for j in range(64):
-            a = q0 * keys[d, j]
-            a = q1 * keys[d + 1, j] + a
-            a = q2 * keys[d + 2, j] + a
-            a = q3 * keys[d + 3, j] + a
-            a = q4 * keys[d + 4, j] + a
-            a = q5 * keys[d + 5, j] + a
-            a = q6 * keys[d + 6, j] + a
-            a = q7 * keys[d + 7, j] + a
-            s[j] += a
-    for d in range(whole, dim):
-        for j in range(64):
-            s[j] += q[d] * keys[d, j]
+    sum_rows(q, keys, 0, dim, _ONE, s)
     for j in range(64):
         s[j] = s[j] * scale if j < valid else _NEG_INF
     # Maximum and sum as a fixed tree of halvings: vectors without any freedom of order.
@@ -134,25 +118,15 @@ def _fold_block(q, keys, values, valid, scale, s, t, o, m, total):
     block_total = (t[0] + t[1]) + (t[2] + t[3])
     x = m - top
     keep = _exp(x) if x > _EXP_LOW else _ZERO
-    for d in range(dim):
+    # Only valid positions are read: 0 times another token's NaN would be NaN.
+    whole = dim // 64 * 64
+    for column in range(0, whole, 64):
+        add_rows(s, values, column, valid, keep, o)
+    for d in range(whole, dim):
         o[d] = o[d] * keep
-    for j in range(0, valid, 8):
-        # Lanes past the end weigh 0 and are read from the last valid one: 0 times another token's NaN would be NaN.
-        p0, p1, p2, p3 = s[j], s[j + 1], s[j + 2], s[j + 3]
-        p4, p5, p6, p7 = s[j + 4], s[j + 5], s[j + 6], s[j + 7]
-        end = valid - 1
-        j1, j2, j3, j4 = min(j + 1, end), min(j + 2, end), min(j + 3, end), min(j + 4, end)
-        j5, j6, j7 = min(j + 5, end), min(j + 6, end), min(j + 7, end)
-        for d in range(dim):
-            a = p0 * values[j, d]
-            a = p1 * values[j1, d] + a
-            a = p2 * values[j2, d] + a
-            a = p3 * values[j3, d] + a
-            a = p4 * values[j4, d] + a
-            a = p5 * values[j5, d] + a
-            a = p6 * values[j6, d] + a
-            a = p7 * values[j7, d] + a
-            o[d] += a
+    for j in range(valid):
+        for d in range(whole, dim):
+            o[d] += s[j] * values[j, d]
     return top, total * keep + block_total
 
 
