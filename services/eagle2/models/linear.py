@@ -13,9 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# Row counts that are tried; those that agree with the canonical one may be used.
-_CANONICAL = 32
-_TILES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
+# Row counts that are tried; those that agree with the canonical one may be used. Where small and large counts take
+# different kernels (AMX), the large ones win: padding a decoding batch costs little, since a step is bound by reading
+# weights, and a prompt in pieces of 32 rows would read them again and again.
+_CANONICAL = 64
+_TILES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 256)
+# Weights beyond this size (an lm_head) are probed up to the canonical count only: they see few rows at once.
+_LARGE = 1 << 23
 
 
 class Linear:
@@ -81,7 +85,8 @@ def invariant_tiles(outputs: int, inputs: int, dtype: torch.dtype, threads: int)
     """
     del threads  # part of the cache key: the work may be cut differently
     generator = torch.Generator().manual_seed(outputs * 31 + inputs)
-    half, rows = inputs // 2, max(_TILES)
+    half = inputs // 2
+    rows = _CANONICAL if outputs * inputs > _LARGE else max(_TILES)
     order = torch.randperm(2 * half, generator=generator)
     base = torch.randn(outputs, half, generator=generator)
     values = torch.randn(rows, half, generator=generator)
@@ -100,4 +105,4 @@ def invariant_tiles(outputs: int, inputs: int, dtype: torch.dtype, threads: int)
         result = outputs_of(tile)
         return torch.equal(result, canonical[: len(result)])
 
-    return tuple(tile for tile in _TILES if tile == _CANONICAL or agrees(tile))
+    return tuple(tile for tile in _TILES if tile <= rows and (tile == _CANONICAL or agrees(tile)))
