@@ -13,12 +13,12 @@ import torch
 from eagle2.engine.draft import DraftRunner
 from eagle2.engine.engine import Engine, EngineLimits
 from eagle2.engine.pair import Pair
-from eagle2.engine.stats import Stats
 from eagle2.engine.target import TargetRunner
 from eagle2.models.draft import DraftModel
 from eagle2.models.target import TargetModel
 from eagle2.protocol import Commit, GenerationRequest, SamplingParams, StopConditions, Usage
 from eagle2.speculative.draft import TreeShape
+from eagle2.telemetry.recorder import Recorder
 from eagle2.text.tokenizer import Tokenizer
 from eagle2.transport.base import DraftHandler, ProposerLink
 from eagle2.transport.local import LocalLink
@@ -128,7 +128,7 @@ class EngineKit:
         self.links: list[ProposerLink] = []
         self.wrap = wrap
         self.proposer_is_there = handler is not None
-        self.stats = Stats()
+        self.stats = Recorder()
         self.pair = Pair(
             self._connect if handler is not None else None,
             self.stats,

@@ -15,7 +15,6 @@ from eagle2.config import EMBEDDED, ModelSettings, Settings
 from eagle2.engine.draft import DraftRunner, beam_slots
 from eagle2.engine.engine import Engine, EngineLimits
 from eagle2.engine.pair import Connect, Pair
-from eagle2.engine.stats import Stats
 from eagle2.engine.target import TargetRunner
 from eagle2.errors import ConfigError
 from eagle2.models.checkpoint import DraftConfig, TargetConfig, check_head, load_tensors, real_vocab_size
@@ -27,6 +26,7 @@ from eagle2.models.loader import resolve_draft, resolve_target
 from eagle2.models.target import TargetModel
 from eagle2.protocol import ModelDescription
 from eagle2.speculative.draft import TreeShape
+from eagle2.telemetry.recorder import Recorder
 from eagle2.text.chat import ChatTemplate, special_tokens
 from eagle2.text.tokenizer import Tokenizer
 
@@ -120,7 +120,7 @@ def build_engine(settings: Settings, checkpoint: Checkpoint, connect: Connect | 
         device=checkpoint.device,
         max_positions=limits.max_model_len + settings.engine.depth + 1,
     )
-    stats = Stats()
+    stats = Recorder()
     pair = Pair(
         connect,
         stats,

@@ -18,7 +18,6 @@ from eagle2.engine.batch import RowsBuilder
 from eagle2.engine.pair import Pair
 from eagle2.engine.scheduler import Scheduler
 from eagle2.engine.sequence import Sequence, Sink, rule_of
-from eagle2.engine.stats import Stats
 from eagle2.engine.target import TargetRunner
 from eagle2.engine.trees import batched, tree_of_reply
 from eagle2.kv_cache.slots import OutOfSlotsError, Slots, SlotTable
@@ -29,6 +28,7 @@ from eagle2.speculative.draft import TreeShape
 from eagle2.speculative.sampling import TokenCounts, choose_token
 from eagle2.speculative.tree import Tree
 from eagle2.telemetry import metrics
+from eagle2.telemetry.recorder import Recorder
 from eagle2.text.detokenizer import TextStream
 from eagle2.text.tokenizer import Tokenizer
 from eagle2.transport.messages import DraftEntry, DraftStatus
@@ -66,7 +66,7 @@ class Engine:
         target: TargetRunner,
         tokenizer: Tokenizer,
         pair: Pair,
-        stats: Stats,
+        stats: Recorder,
         limits: EngineLimits,
         shape: TreeShape,
         eos_token_ids: frozenset[int],

@@ -7,10 +7,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from eagle2.engine.stats import Stats
 from eagle2.errors import LinkDownError
 from eagle2.speculative.draft import TreeShape
 from eagle2.telemetry import metrics
+from eagle2.telemetry.recorder import Recorder
 from eagle2.transport.base import ProposerLink
 from eagle2.transport.messages import DraftEntry, DraftReply, DraftStep, DraftTree
 
@@ -32,7 +32,7 @@ class Pair:
     def __init__(
         self,
         connect: Connect | None,
-        stats: Stats,
+        stats: Recorder,
         *,
         incarnation: int,
         timeout_s: float,

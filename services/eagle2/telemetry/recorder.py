@@ -32,6 +32,10 @@ class Recorder:
         """Set a gauge."""
         self._values[metric, tuple(sorted(labels.items()))] = value
 
+    def get(self, metric: Metric, **labels: object) -> float:
+        """The value of a counter or a gauge, 0 where nothing was put in."""
+        return self._values.get((metric, tuple(sorted(labels.items()))), 0.0)
+
     def observe(self, metric: Metric, value: float, **labels: object) -> None:
         """Put one value into a histogram."""
         key = (metric, tuple(sorted(labels.items())))
