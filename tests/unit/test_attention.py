@@ -214,9 +214,23 @@ def test_silu_times_up(dtype: torch.dtype) -> None:
     gate_up[0, :6] = torch.tensor([0.0, -0.0, 100.0, -100.0, 1e4, -1e4])
     gate_up[1, 0] = torch.nan
     out = torch.empty(40, 1, 48, dtype=dtype)
-    kernels.silu_multiply(as_array(gate_up), as_array(out))
+    kernels.silu_multiply(as_array(gate_up), len(out), as_array(out))
     gate, up = gate_up.double().chunk(2, dim=1)
     expected = gate * torch.sigmoid(gate) * up
     torch.testing.assert_close(
         out.squeeze(1).double(), expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=1e-30, equal_nan=True
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("width", [16, 64, 100, 576, 5])
+def test_rms_norm(dtype: torch.dtype, width: int) -> None:
+    """As torch's own, for the rows asked for; the others are left alone."""
+    torch.manual_seed(width)
+    x, weight = (torch.randn(7, width) * 3).to(dtype), torch.randn(width).to(dtype)
+    out = torch.full((7, 1, width), 5.0, dtype=dtype)
+    kernels.rms_norm(as_array(x), as_array(weight), np.float32(1e-5), 6, as_array(out))
+    expected = torch.nn.functional.rms_norm(x[:6].float(), (width,), weight.float(), 1e-5)
+    tolerance = 2e-6 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(out[:6, 0].float(), expected, atol=tolerance, rtol=tolerance)
+    assert bool((out[6] == 5).all())

@@ -52,11 +52,10 @@ def _store_overload(array, i, j, k, value):  # noqa: ARG001  (the arguments' nam
 
         def store_bfloat16(array, i, j, k, value):
             bits = np.float32(value).view(np.uint32)
-            if value != value:
-                array[i, j, k] = np.uint16(0x7FC0)
-            else:
-                odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
-                array[i, j, k] = np.uint16(np.uint32(bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+            odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
+            rounded = np.uint16(np.uint32(bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+            # A choice of values, not of branches, so that loops over it become vectors.
+            array[i, j, k] = np.uint16(0x7FC0) if value != value else rounded
 
         return store_bfloat16
 
@@ -262,23 +261,27 @@ def rotate_and_store(qkv, cos, sin, slots, key_pool, value_pool, q):
 
 
 @njit(cache=True)
-def silu_multiply(gate_up, out):
-    """silu(gate) * up. gate_up (T, 2I), out (T, 1, I), both uint16 or both float32."""
+def silu_multiply(gate_up, rows, out):
+    """silu(gate) * up for the first ``rows`` rows. gate_up (T, 2I), out (T, 1, I), both uint16 or both float32."""
     inner = out.shape[2]
-    for row in range(out.shape[0]):
+    for row in range(rows):
         for i in range(inner):
             gate = _widen(gate_up[row, i])
-            x = min(max(-gate, _EXP_LOW), -_EXP_LOW)
+            x = -gate if -gate > _EXP_LOW else _EXP_LOW
+            x = x if x < -_EXP_LOW else -_EXP_LOW
             _store(out, row, 0, i, gate / (_ONE + _exp(x)) * _widen(gate_up[row, inner + i]))
 
 
 @njit(fastmath=_CONTRACT, cache=True)
-def rms_norm(x, weight, eps, out):
-    """x / rms(x) * weight. x (T, H), weight (H,), out (T, 1, H), all uint16 or all float32; sums in 16 fixed lanes."""
+def rms_norm(x, weight, eps, rows, out):
+    """x / rms(x) * weight for the first ``rows`` rows, sums in 16 fixed lanes.
+
+    x (T, H), weight (H,), out (T, 1, H), all uint16 or all float32.
+    """
     width = x.shape[1]
     whole = width // 16 * 16
     lanes = np.empty(16, np.float32)
-    for row in range(x.shape[0]):
+    for row in range(rows):
         lanes[:] = _ZERO
         for i in range(0, whole, 16):
             for j in range(16):

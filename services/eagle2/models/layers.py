@@ -39,13 +39,15 @@ class RMSNorm:
         self._weight, self._eps = weight, eps
         self._array = as_array(weight) if weight.device.type == "cpu" else None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, count: int | None = None) -> Tensor:
+        """x (T, ..., H). Rows from ``count`` on are padding, whose values do not matter."""
         if self._array is None:
             return F.rms_norm(x, self._weight.shape, self._weight, self._eps)
         # One small kernel instead of torch's several operators, which take longer than a layer's smallest product.
         rows = x.reshape(-1, 1, x.shape[-1])
-        out = torch.empty_like(rows)
-        kernels.rms_norm(as_array(rows.squeeze(1)), self._array, np.float32(self._eps), as_array(out))
+        out = torch.zeros_like(rows)
+        used = rows.shape[0] if count is None else count * (rows.shape[0] // x.shape[0])
+        kernels.rms_norm(as_array(rows.squeeze(1)), self._array, np.float32(self._eps), used, as_array(out))
         return out.view(x.shape)
 
 
@@ -108,11 +110,12 @@ class DecoderLayer:
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, layout: RowLayout, pool: KVPool, layer: int) -> Tensor:
         """x (T', H), T' the padded rows of ``layout`` -> (T', H). Writes the rows' keys and values into the pool."""
         assert self._mlp_norm is not None
-        qkv = self._qkv(x if self._input_norm is None else self._input_norm(x))
+        count = len(layout.rows)
+        qkv = self._qkv(x if self._input_norm is None else self._input_norm(x, count))
         if self._query_norm is not None:
             qkv = self._normed_heads(qkv)
         x = x + self._output(layout.attend(qkv, cos, sin, pool, layer, self._shape.num_heads))
-        return x + self._down(gated(self._gate_up(self._mlp_norm(x))))
+        return x + self._down(gated(self._gate_up(self._mlp_norm(x, count)), count))
 
     def _normed_heads(self, qkv: Tensor) -> Tensor:
         assert self._query_norm is not None
@@ -124,13 +127,13 @@ class DecoderLayer:
         return torch.cat([self._query_norm(q), self._key_norm(k), v], dim=1).flatten(1)
 
 
-def gated(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up; (T, 2I) -> (T, I)."""
+def gated(gate_up: Tensor, count: int) -> Tensor:
+    """silu(gate) * up; (T, 2I) -> (T, I). Rows from ``count`` on are padding."""
     if gate_up.device.type != "cpu":
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
-    out = torch.empty(gate_up.shape[0], 1, gate_up.shape[1] // 2, dtype=gate_up.dtype)
-    kernels.silu_multiply(as_array(gate_up), as_array(out))
+    out = torch.zeros(gate_up.shape[0], 1, gate_up.shape[1] // 2, dtype=gate_up.dtype)
+    kernels.silu_multiply(as_array(gate_up), count, as_array(out))
     return out.squeeze(1)
 
 

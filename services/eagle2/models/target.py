@@ -54,7 +54,7 @@ class TargetModel:
         x = self.embedding[F.pad(rows.tokens, extra)]
         for index, layer in enumerate(self._layers):
             x = layer(x, cos, sin, layout, pool, index)
-        return self._norm(x)[: len(rows)]
+        return self._norm(x[: len(rows)].contiguous())
 
     @torch.inference_mode()
     def logits(self, features: Tensor) -> Tensor:
