@@ -67,9 +67,9 @@ class EngineSettings:
     max_sequences: int = 8
     kv_slots: int | None = None
     prefill_chunk: int = 256
-    depth: int = 4
-    top_k: int = 4
-    num_draft_tokens: int = 8
+    depth: int = 2
+    top_k: int = 8
+    num_draft_tokens: int = 10
     draft_timeout_s: float = 2.0
     threads: int | None = None
 

@@ -55,14 +55,21 @@ def _fastest_on_cpu() -> torch.dtype:
 
 
 def _linear_seconds(
-    dtypes: Sequence[torch.dtype], size: int = 1024, rows: int = 8, repeats: int = 200
+    dtypes: Sequence[torch.dtype], *, layers: int = 16, outputs: int = 2048, inputs: int = 1024, repeats: int = 8
 ) -> dict[torch.dtype, float]:
-    """Best times of a linear layer at a decoding batch, where most of a step goes, measured in turns."""
-    layers = {dtype: (Linear(torch.randn(size, size).to(dtype)), torch.randn(rows, size).to(dtype)) for dtype in dtypes}
+    """Best times of a pass through a stack of linear layers at a decoding batch, measured in turns.
+
+    The stack is larger than a core's cache: a decoding step reads its weights from memory, and most of its time goes there.
+    """
+    weights = [torch.randn(outputs, inputs) for _ in range(layers)]
+    stacks = {dtype: [Linear(weight.to(dtype)) for weight in weights] for dtype in dtypes}
+    x = torch.randn(8, inputs)
     best = dict.fromkeys(dtypes, float("inf"))
     for _ in range(repeats):
-        for dtype, (linear, x) in layers.items():
+        for dtype, stack in stacks.items():
+            rows = x.to(dtype)
             began = time.perf_counter()
-            linear(x)
+            for linear in stack:
+                linear(rows)
             best[dtype] = min(best[dtype], time.perf_counter() - began)
     return best
