@@ -59,7 +59,7 @@ def _linear_seconds(
 ) -> dict[torch.dtype, float]:
     """Best times of a pass through a stack of linear layers at a decoding batch, measured in turns.
 
-    The stack is larger than a core's cache: a decoding step reads its weights from memory, and most of its time goes there.
+    The stack is larger than a core's cache, since a decoding step spends most of its time reading weights from memory.
     """
     weights = [torch.randn(outputs, inputs) for _ in range(layers)]
     stacks = {dtype: [Linear(weight.to(dtype)) for weight in weights] for dtype in dtypes}
