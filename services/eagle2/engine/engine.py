@@ -102,7 +102,8 @@ class Engine:
         rule = rule_of(request)
         counts = None
         if rule.needs_counts:
-            counts = TokenCounts.of_prompt(request.prompt_ids, self._target.model.config.vocab_size)
+            vocab_size = self._target.model.config.vocab_size
+            counts = TokenCounts.of_prompt(request.prompt_ids, vocab_size, self._target.device)
             counts.add(request.output_ids)
         text = TextStream(self._tokenizer, request.stop.stop_strings)
         text.prime(request.output_ids)
