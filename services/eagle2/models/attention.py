@@ -43,10 +43,6 @@ class KVPool:
         self.key_arrays = [as_array(layer) for layer in self.keys] if device.type == "cpu" else []
         self.value_arrays = [as_array(layer) for layer in self.values] if device.type == "cpu" else []
 
-    @property
-    def num_slots(self) -> int:
-        return self.keys.shape[1]
-
 
 def as_array(tensor: Tensor) -> Array:
     """A CPU tensor's memory as the kernels take it: bfloat16 as uint16 bits."""

@@ -25,7 +25,8 @@ _LARGE = 1 << 23
 class Linear:
     """y = x W^T + b for a frozen weight, packed once for oneDNN where that exists.
 
-    weight (O, I); x (T, I) -> (T, O), same dtype. ``tiles`` are the row counts that a call may have (None: any).
+    weight (O, I); x (T, I) -> (T, O), same dtype. ``tiles`` are the row counts that a packed call may
+    have; None where the weight is not packed, and any count will do.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -35,15 +36,12 @@ class Linear:
         if packs(weight):
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _CANONICAL)
             self.tiles = invariant_tiles(self.out_features, self.in_features, weight.dtype, torch.get_num_threads())
-            self._packed = True
         else:
             self._weight = weight.contiguous()
-            self._packed = False
 
     def __call__(self, x: Tensor) -> Tensor:
-        if not self._packed:
+        if self.tiles is None:
             return F.linear(x, self._weight, self._bias)
-        assert self.tiles is not None
         rows = x.shape[0]
         plan = row_plan(rows, self.tiles)
         if len(plan) == 1 and plan[0] == rows:
