@@ -12,7 +12,7 @@ from torch import Tensor
 from eagle2.engine.batch import RowsBuilder
 from eagle2.kv_cache.slots import SlotPool, Slots, SlotTable
 from eagle2.models.draft import DraftModel
-from eagle2.speculative.draft import TreeShape, draft_trees
+from eagle2.speculative.draft import Policy, TreeShape, draft_trees
 from eagle2.transport.features import FeatureRangeError, features_as
 from eagle2.transport.messages import DraftEntry, DraftReply, DraftStatus, DraftStep, DraftTree
 
@@ -32,9 +32,19 @@ class DraftRunner:
     """A ``DraftHandler``: the draft head, its slots, and the rows held for each sequence.
 
     ``vocab_size`` bounds the ids that may be drafted (a padded lm_head has more rows than the tokenizer has ids).
+    ``policy`` makes the trees; measurements set other ones.
     """
 
-    def __init__(self, model: DraftModel, num_slots: int, *, incarnation: int, vocab_size: int | None = None) -> None:
+    def __init__(
+        self,
+        model: DraftModel,
+        num_slots: int,
+        *,
+        incarnation: int,
+        vocab_size: int | None = None,
+        policy: Policy = draft_trees,
+    ) -> None:
+        self.policy = policy
         self._model = model
         self._incarnation = incarnation
         self._vocab_size = vocab_size or model.config.vocab_size
@@ -137,7 +147,7 @@ class DraftRunner:
         items = [taken[i] for i in drafting]
         roots = torch.stack([item.entry.tokens[-1] for item in items]).to(self._model.device)
         with _Beam(self, [item.table for item in items]) as beam:
-            tree = draft_trees(beam, last, self.logits(last), roots, shape)
+            tree = self.policy(beam, last, self.logits(last), roots, shape)
         for i, item in enumerate(items):
             nodes = tree.tokens[i, 1:].cpu(), tree.parents[i, 1:].cpu(), tree.scores[i, 1:].cpu()
             trees[item.place] = self._reply(item.entry, DraftStatus.OK, *nodes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,11 +48,15 @@ class Candidates:
     """All drafted nodes of an expansion in flat order: K of level 1, then a block of K*K a level.
 
     tokens (B, C) int64; parents (B, C) int64, flat index or -1 for the root; scores (B, C) float32.
+    confidences (B, C) float32: each node's own log-probability, which its score adds to its parent's.
+    beam (B, depth*K) int64: flat indices of each level's K best nodes, level by level, the best first.
     """
 
     tokens: Tensor
     parents: Tensor
     scores: Tensor
+    confidences: Tensor
+    beam: Tensor
 
 
 def best_children(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
@@ -61,39 +66,47 @@ def best_children(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     return values - logits.logsumexp(dim=-1, keepdim=True), tokens
 
 
-def expand(network: DraftNetwork, features: Tensor, logits: Tensor, shape: TreeShape) -> Candidates:
+def expand(
+    network: DraftNetwork, features: Tensor, logits: Tensor, shape: TreeShape, *, by_value: bool = True
+) -> Candidates:
     """Grow the candidates level by level; each level's beam is the K best nodes of the level above.
 
     features: (B, H) the head's output at the last committed row; logits: (B, V) there. A K above V counts as V.
+    by_value: nodes compete for the beam by their score, the product of the confidences on their path; else by their
+    own confidence alone (the paper's ablation).
     """
     scores, tokens = best_children(logits, shape.top_k)
     batch, k = tokens.shape
-    levels_tokens, levels_scores = [tokens], [scores]
+    levels_tokens, levels_scores, levels_confidences = [tokens], [scores], [scores]
     levels_parents = [torch.full_like(tokens, NO_NODE)]
 
     beam_tokens, beam_scores = tokens, scores
     beam_flat = torch.arange(k, device=tokens.device).expand(batch, k)
+    levels_beam = [beam_flat]
     beam_features = features.unsqueeze(1).expand(batch, k, -1)
     ancestors = torch.empty(batch, k, 0, dtype=torch.int64, device=tokens.device)
     for level in range(1, shape.depth):
         outputs, logits = network.step(beam_tokens, beam_features, ancestors)
         log_probs, tokens = best_children(logits, k)
         scores = (beam_scores.unsqueeze(2) + log_probs).flatten(1)
-        tokens = tokens.flatten(1)
+        tokens, confidences = tokens.flatten(1), log_probs.flatten(1)
         levels_tokens.append(tokens)
         levels_scores.append(scores)
+        levels_confidences.append(confidences)
         levels_parents.append(beam_flat.repeat_interleave(k, dim=1))
 
         # Ties go to the lower flat index; topk would break them arbitrarily.
-        best = scores.argsort(dim=1, descending=True, stable=True)[:, :k]
+        best = (scores if by_value else confidences).argsort(dim=1, descending=True, stable=True)[:, :k]
         parent_slot = best // k
         beam_tokens, beam_scores = tokens.gather(1, best), scores.gather(1, best)
         beam_flat = k + (level - 1) * k * k + best
+        levels_beam.append(beam_flat)
         beam_features = outputs.gather(1, parent_slot.unsqueeze(2).expand(-1, -1, outputs.shape[2]))
         inherited = ancestors.gather(1, parent_slot.unsqueeze(2).expand(-1, -1, ancestors.shape[2]))
         ancestors = torch.cat([inherited, ((level - 1) * k + parent_slot).unsqueeze(2)], dim=2)
 
-    return Candidates(torch.cat(levels_tokens, 1), torch.cat(levels_parents, 1), torch.cat(levels_scores, 1))
+    levels = (levels_tokens, levels_parents, levels_scores, levels_confidences, levels_beam)
+    return Candidates(*(torch.cat(level, 1) for level in levels))
 
 
 def select(candidates: Candidates, num_draft_tokens: int) -> Tensor:
@@ -106,9 +119,8 @@ def select(candidates: Candidates, num_draft_tokens: int) -> Tensor:
     return order[:, :num_draft_tokens].sort(dim=1).values
 
 
-def rerank(candidates: Candidates, roots: Tensor, num_nodes: int) -> Tree:
-    """The tree of the root and the best ``num_nodes - 1`` candidates, in ascending flat order. roots: (B,) int64."""
-    selected = select(candidates, num_nodes - 1)
+def tree_of(candidates: Candidates, selected: Tensor, roots: Tensor) -> Tree:
+    """The tree of the roots (B,) and the selected candidates (B, n): flat indices, ascending, with all their parents."""
     batch, drafted = selected.shape
     node_of = torch.full(candidates.tokens.shape, NO_NODE, dtype=torch.int64, device=roots.device)
     node_of.scatter_(1, selected, torch.arange(1, drafted + 1, device=roots.device).expand(batch, drafted))
@@ -127,4 +139,9 @@ def draft_trees(network: DraftNetwork, features: Tensor, logits: Tensor, roots: 
     """Expand, then rerank. features (B, H) and logits (B, V) at the head's last row; roots (B,)."""
     if shape.num_nodes == 1:
         return Tree.of_roots(roots)
-    return rerank(expand(network, features, logits, shape), roots, shape.num_nodes)
+    candidates = expand(network, features, logits, shape)
+    return tree_of(candidates, select(candidates, shape.num_nodes - 1), roots)
+
+
+Policy = Callable[[DraftNetwork, Tensor, Tensor, Tensor, TreeShape], Tree]
+"""How trees are drafted: called as ``draft_trees`` is, which is the one that serves."""
