@@ -120,7 +120,7 @@ def select(candidates: Candidates, num_draft_tokens: int) -> Tensor:
 
 
 def tree_of(candidates: Candidates, selected: Tensor, roots: Tensor) -> Tree:
-    """The tree of the roots (B,) and the selected candidates (B, n): flat indices, ascending, with all their parents."""
+    """The tree of the roots (B,) and the selected candidates (B, n): flat indices, ascending, parents among them."""
     batch, drafted = selected.shape
     node_of = torch.full(candidates.tokens.shape, NO_NODE, dtype=torch.int64, device=roots.device)
     node_of.scatter_(1, selected, torch.arange(1, drafted + 1, device=roots.device).expand(batch, drafted))
