@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 from pathlib import Path
 
@@ -12,8 +13,12 @@ import torch
 
 from eagle2.models.architecture import DraftConfig, TargetConfig
 from eagle2.models.checkpoint import check_head, load_tensors
-from eagle2.models.tiny import write_tiny_target
+from eagle2.models.draft_vocabulary import DraftVocabulary
+from eagle2.models.tiny import write_tiny_head, write_tiny_target
 from eagle2.training import command
+from eagle2.training import run as run_module
+from eagle2.training.held_out import HeldOut
+from eagle2.training.lock import locked
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +48,7 @@ def options(target: Path, data: Path, out: Path) -> list[object]:
     return [
         *("--target", target, "--data", data, "--out", out, "--epochs", 3, "--batch-tokens", 400, "--holdout", 4),
         *("--max-length", 256, "--vocab-subset", 100, "--threads", 1, "--dtype", "float32", "--lr", 0.003),
+        *("--optimizer", "adamw", "--questions", 2, "--question-tokens", 8),
     ]
 
 
@@ -59,11 +65,16 @@ def test_it_writes_a_head_that_fits(
     assert "36 conversations" in card
     assert "4 more were held out" in card
     said = capsys.readouterr().err
-    assert "epoch 3: regression" in said
-    assert "chain tau" in said
+    assert said.count("with tree 60/6/10") == 3, "the engine measured each epoch"
+    assert "tokens a cycle on held-out prompts" in card
     history = [json.loads(line) for line in (tmp_path / "head.work" / "history.jsonl").read_text().splitlines()]
     assert len(history) == 3
     assert history[-1]["regression"] < history[0]["regression"]
+    assert all(1 <= entry["tau"] <= 7 for entry in history)
+    assert json.loads((tmp_path / "head.work" / "losses.jsonl").read_text().splitlines()[-1])["progress"] == 1
+    table = DraftVocabulary.load(out, TargetConfig.from_folder(target).vocab_size)
+    assert table is not None
+    assert int(table.counts.sum()) > 36 * 6
 
 
 def test_a_stopped_run_is_resumed_only_when_asked_and_ends_the_same(
@@ -81,7 +92,7 @@ def test_a_stopped_run_is_resumed_only_when_asked_and_ends_the_same(
         return ""
 
     with monkeypatch.context() as patch:
-        patch.setattr(command, "_note", interrupt)
+        patch.setattr(run_module, "_note", interrupt)
         assert command.run(arguments(*stopped)) == 130
     assert "--resume" in capsys.readouterr().err
     assert command.run(arguments(*stopped)) == 2
@@ -89,6 +100,43 @@ def test_a_stopped_run_is_resumed_only_when_asked_and_ends_the_same(
     assert command.run(arguments(*stopped, "--resume")) == 0
     whole, resumed = load_tensors(tmp_path / "whole"), load_tensors(tmp_path / "stopped")
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_a_run_that_was_killed_while_it_measured_last_measures_then(
+    target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = [*options(target, data, tmp_path / "head"), "--epochs", 1]
+
+    def interrupt(*_: object) -> float:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HeldOut, "tau", interrupt)
+        assert command.run(arguments(*short)) == 130
+    assert not (tmp_path / "head").exists()
+    assert command.run(arguments(*short, "--resume")) == 0
+    assert (tmp_path / "head" / "model.safetensors").is_file()
+
+
+def test_two_runs_do_not_share_a_work_folder(
+    target: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with locked(tmp_path / "head.work"):
+        assert command.run(arguments(*options(target, data, tmp_path / "head"))) == 2
+    assert f"is in use by process {os.getpid()}" in capsys.readouterr().err
+
+
+def test_it_goes_on_from_a_head_of_the_same_shape_only(
+    target: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.run(arguments(*options(target, data, tmp_path / "first"), "--epochs", 1)) == 0
+    further = [*options(target, data, tmp_path / "second"), "--epochs", 1, "--init", tmp_path / "first"]
+    assert command.run(arguments(*further, "--lr", 1e-9)) == 0
+    first, second = load_tensors(tmp_path / "first"), load_tensors(tmp_path / "second")
+    assert all(torch.allclose(first[name], second[name], atol=1e-6) for name in first)
+    other = write_tiny_head(tmp_path / "other", target, bias=True)
+    assert command.run(arguments(*options(target, data, tmp_path / "third"), "--init", other)) == 2
+    assert "is no head to go on from: fc.bias is (32,) there, absent here." in capsys.readouterr().err
 
 
 def test_a_broken_file_is_refused_by_line_before_anything_is_written(

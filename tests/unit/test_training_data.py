@@ -11,7 +11,7 @@ import pytest
 from eagle2.models.tiny import write_tiny_target
 from eagle2.training.batches import epoch_order, make_batch
 from eagle2.training.data import ChatEncoder, DataError, read_examples
-from eagle2.training.vocabulary import frequent_ids
+from eagle2.training.vocabulary import answer_frequencies
 
 
 def no_encoder() -> ChatEncoder:
@@ -125,10 +125,11 @@ def test_long_examples_are_cut_and_answers_beyond_the_cut_dropped(tmp_path: Path
 def test_the_most_frequent_answer_tokens_are_found(tmp_path: Path) -> None:
     lines = [{"prompt_ids": [7, 7, 7, 7], "response_ids": [2, 5, 5]}, {"prompt_ids": [7], "response_ids": [5, 2, 9]}]
     examples = read_examples(write(tmp_path / "data.jsonl", *lines), 10, no_encoder)
-    ids, covered = frequent_ids(examples, 10, 2)
+    table = answer_frequencies(examples, 10)
+    ids = table.most_frequent(2)
     assert ids.tolist() == [2, 5]
-    assert covered == pytest.approx(5 / 6)
-    assert frequent_ids(examples, 10, 100)[0].tolist() == list(range(10))
+    assert table.coverage(ids) == pytest.approx(5 / 6)
+    assert table.most_frequent(100).tolist() == [2, 5, 9], "what was never written has no place"
 
 
 def test_batches_hold_every_example_once_and_stay_within_the_limit() -> None:

@@ -24,7 +24,7 @@ def test_value_and_gradient_are_those_of_the_formula(subset: list[int] | None, r
     reference.data.copy_(predicted.data)
     ids = None if subset is None else torch.tensor(subset)
     scored = lm_head if ids is None else lm_head[ids]
-    loss = distillation_loss(predicted, truth, Scorer.of(lm_head, ids, torch.float32), 0.3)
+    loss = distillation_loss(predicted, truth, Scorer.of(lm_head, ids, torch.float32), cross_entropy_weight=0.3)
     loss.total.backward()
     wanted = plain(reference, truth, scored, 0.3)
     wanted.backward()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +22,16 @@ from eagle2.training.loss import Scorer
 from eagle2.training.target import FrozenTarget
 from eagle2.training.trainer import Recipe, StepReport, Trainer
 
-RECIPE = Recipe(epochs=6, learning_rate=3e-3, batch_tokens=128, warm_up=5, rollout=2, rollout_from=0.5, mixed=False)
+RECIPE = Recipe(
+    epochs=6,
+    optimizer="adamw",
+    learning_rate=3e-3,
+    batch_tokens=128,
+    warm_up=5,
+    rollout=2,
+    rollout_from=0.5,
+    mixed=False,
+)
 
 
 class World:
@@ -36,21 +47,26 @@ class World:
             ids = draw.integers(3, 200, 4).tolist()
             while len(ids) < 16 + i % 5:
                 # Greedy, so that the text is what the target itself would write.
-                last = self.target.features(torch.tensor(ids))[-1]
+                last = self.target.features([torch.tensor(ids)])[0][-1]
                 ids.append(int((self.target.lm_head @ last).argmax()))
             self.examples.append(Example(np.asarray(ids, dtype=np.int32), ((4, len(ids)),)))
-        self.features = [self.target.features(torch.from_numpy(example.ids).long()) for example in self.examples]
+        self.features = self.target.features([torch.from_numpy(example.ids).long() for example in self.examples])
 
     def head(self) -> DraftHead:
         head = DraftHead(DraftConfig.from_folder(self.head_folder))
         initialise(head, torch.Generator().manual_seed(0))
         return head
 
-    def trainer(self, folder: Path, recipe: Recipe = RECIPE, head: DraftHead | None = None) -> Trainer:
-        scorer = Scorer.of(self.target.lm_head, None, torch.float32)
-        return Trainer(
-            head or self.head(), self.examples, self.features.__getitem__, self.target.embedding, scorer, recipe, folder
-        )
+    def trainer(
+        self,
+        folder: Path,
+        recipe: Recipe = RECIPE,
+        head: DraftHead | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> Trainer:
+        target, features = self.target, self.features.__getitem__
+        scorer = Scorer.of(target.lm_head, None, torch.float32)
+        return Trainer(head or self.head(), self.examples, features, target.embedding, scorer, recipe, folder, clock)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +86,7 @@ def test_the_loss_falls_and_agreement_rises(world: World, tmp_path: Path) -> Non
     assert after.chain_tau > before.chain_tau + 0.2
     assert after.top1[0] <= after.topk[0] <= 1
     assert [len(report.cross_entropy) for report in (reports[0], reports[-1])] == [1, 2]
-    assert sum(report.ends_epoch for report in reports) == 25
+    assert sum(report.measure for report in reports) == 25
 
 
 @pytest.mark.parametrize("stop_after", [1, 7])
@@ -101,7 +117,7 @@ def test_half_an_update_is_never_saved(world: World, tmp_path: Path, monkeypatch
         next(iter(trainer.head.parameters())).data.zero_()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(trainer.optimizer, "step", interrupted)
+    monkeypatch.setattr(trainer._optimizers[0], "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         next(run)
     resumed = world.trainer(tmp_path)
@@ -132,12 +148,65 @@ def test_a_run_with_another_recipe_or_other_data_is_not_continued(world: World, 
         world.trainer(tmp_path)
 
 
-def test_the_learning_rate_warms_up_and_falls() -> None:
-    rates = [RECIPE.learning_rate_at(step, 100) for step in range(100)]
-    assert rates[0] == pytest.approx(RECIPE.learning_rate / 5, rel=0.01)
-    assert max(rates) == rates[4] <= RECIPE.learning_rate
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_the_learning_rate_warms_up_and_falls(schedule: str) -> None:
+    recipe = replace(RECIPE, schedule=schedule)
+    rates = [recipe.learning_rate_at(step, step / 100) for step in range(100)]
+    assert rates[0] == pytest.approx(recipe.learning_rate / 5, rel=0.01)
+    assert max(rates) == rates[4] <= recipe.learning_rate
     assert rates[4:] == sorted(rates[4:], reverse=True)
-    assert rates[-1] < 0.03 * RECIPE.learning_rate
+    assert rates[-1] < 0.04 * recipe.learning_rate
+
+
+def test_a_constant_learning_rate_stays_after_the_warm_up() -> None:
+    recipe = replace(RECIPE, schedule="constant")
+    rates = [recipe.learning_rate_at(step, step / 10) for step in range(10)]
+    assert rates[4:] == [recipe.learning_rate] * 6
+    assert rates[0] == pytest.approx(recipe.learning_rate / 5)
+
+
+def test_passes_join_one_after_the_other() -> None:
+    recipe = replace(RECIPE, rollout=3, rollout_from=0.5)
+    assert [recipe.passes_at(n / 8) for n in range(9)] == [1, 1, 1, 1, 2, 2, 3, 3, 3]
+    assert [replace(recipe, rollout=1).passes_at(p) for p in (0, 1)] == [1, 1]
+    assert [replace(recipe, rollout_from=0).passes_at(p) for p in (0, 0.6, 1)] == [2, 3, 3]
+    assert [replace(recipe, rollout_from=1).passes_at(p) for p in (0.99, 1)] == [1, 3]
+
+
+def test_a_run_by_the_clock_ends_with_it_and_counts_the_hours_of_all_its_parts(world: World, tmp_path: Path) -> None:
+    recipe = replace(RECIPE, epochs=1000, hours=1.0)
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 60.0
+        return now
+
+    first = world.trainer(tmp_path, recipe, clock=clock)
+    run = first.run()
+    for _ in range(3):
+        report = next(run)
+    run.close()
+    assert 0 < report.progress < 0.9
+    assert not report.measure
+    second = world.trainer(tmp_path, recipe, clock=clock)
+    assert second.progress >= report.progress
+    last = list(second.run())[-1]
+    assert last.progress == 1.0
+    assert last.measure
+    assert last.learning_rate < 0.1 * recipe.learning_rate
+    assert len(last.cross_entropy) == 2
+    assert last.step < 60, "a step takes a minute at least by this clock"
+
+
+def test_muon_learns_too(world: World, tmp_path: Path) -> None:
+    recipe = replace(RECIPE, epochs=10, optimizer="muon", learning_rate=0.01)
+    reports = list(world.trainer(tmp_path / "whole", recipe).run())
+    assert reports[-1].cross_entropy[0] < reports[0].cross_entropy[0] - 0.3
+    parts = world.trainer(tmp_path / "parts", recipe).run()
+    next(parts)
+    parts.close()
+    assert list(world.trainer(tmp_path / "parts", recipe).run()) == reports[1:]
 
 
 def test_mixed_precision_learns_too(world: World, tmp_path: Path) -> None:

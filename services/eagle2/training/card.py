@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from eagle2.training.agreement import Agreement
+from eagle2.training.held_out import Quality
 from eagle2.training.trainer import Recipe
 
 
@@ -23,9 +23,12 @@ class Training:
     vocab_size: int
 
 
-def model_card(training: Training, agreement: Agreement) -> str:
+_OPTIMIZERS = {"muon": "Muon for matrices, AdamW (0.9, 0.95) for vectors", "adamw": "AdamW (0.9, 0.95)"}
+
+
+def model_card(training: Training, quality: Quality) -> str:
     """README.md of a head (Markdown with the front matter that model hubs read)."""
-    recipe = training.recipe
+    recipe, agreement = training.recipe, quality.agreement
     scored = (
         "the whole vocabulary"
         if training.scored_tokens == training.vocab_size
@@ -49,13 +52,14 @@ carries neither an embedding nor an lm_head: both are the target's.
 
 - Data: {training.data}, {training.examples} conversations with {training.answer_tokens} answer tokens;
   {training.held_out} more were held out.
-- {training.steps} steps of the {recipe.epochs} epochs planned, at most {recipe.batch_tokens} tokens a step.
-- AdamW (0.9, 0.95), peak learning rate {recipe.learning_rate:g}, warm-up and cosine decay, gradient norm clipped at
-  {recipe.gradient_clip:g}.
-- Loss: SmoothL1 of the feature + {recipe.cross_entropy_weight:g} x soft cross-entropy over {scored}, on answer
-  tokens only; uniform noise of width {recipe.noise:g} x 512 / length on input features.
-- {recipe.rollout} passes over each batch from {recipe.rollout_from:.0%} of the steps on; all but the first take the
-  head's own predictions as input.
+- {training.steps} steps ({_length(recipe)}), at most {recipe.batch_tokens} tokens a step.
+- {_OPTIMIZERS[recipe.optimizer]}, peak learning rate {recipe.learning_rate:g}, warm-up, then {recipe.schedule};
+  gradient norm clipped at {recipe.gradient_clip:g}.
+- Loss: {recipe.regression_weight:g} x SmoothL1 of the feature + {recipe.cross_entropy_weight:g} x soft
+  cross-entropy over {scored}, on answer tokens only;
+  uniform noise of width {recipe.noise:g} x 512 / length on input features.
+- Up to {recipe.rollout} passes over each batch, more than one from {recipe.rollout_from:.0%} of the run on; all but the
+  first take the head's own predictions as input.
 
 ## Held-out agreement
 
@@ -67,5 +71,15 @@ included.
 |---|---|---|
 {steps}
 
-The tree of a server accepts more than a chain: measure it on the questions that matter to you.
+{_tau(quality)}
 """
+
+
+def _length(recipe: Recipe) -> str:
+    return f"at most {recipe.epochs} epochs" + ("" if recipe.hours is None else f" or {recipe.hours:g} hours")
+
+
+def _tau(quality: Quality) -> str:
+    if quality.tau is None:
+        return "The tree of a server accepts more than a chain: measure it on the questions that matter to you."
+    return f"The engine committed {quality.tau:.2f} tokens a cycle on held-out prompts (greedy, tree 60/6/10)."

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from eagle2.errors import ConfigError
 from eagle2.models.architecture import DraftConfig, TargetConfig
+from eagle2.models.draft_vocabulary import DraftVocabulary
 
 STATE = "training_state.pt"
 
@@ -49,10 +50,13 @@ def load_state(folder: Path) -> dict[str, Any] | None:
     return state
 
 
-def head_config(target: TargetConfig, *, bias: bool, max_length: int) -> dict[str, Any]:
+def head_config(
+    target: TargetConfig, *, bias: bool, max_length: int, intermediate_size: int | None = None
+) -> dict[str, Any]:
     """``config.json`` of a head for ``target``: Llama keys and ``bias``.
 
-    The head's layer has the target's shape; its rotary positions are unscaled, with the target's base.
+    The head's layer has the target's shape but for a given ``intermediate_size``; its rotary positions are unscaled,
+    with the target's base.
     ``max_length`` (tokens) is how far it was trained, which a server must not draft beyond.
     """
     return {
@@ -61,7 +65,7 @@ def head_config(target: TargetConfig, *, bias: bool, max_length: int) -> dict[st
         "num_hidden_layers": 1,
         "vocab_size": target.vocab_size,
         "hidden_size": target.hidden_size,
-        "intermediate_size": target.intermediate_size,
+        "intermediate_size": intermediate_size or target.intermediate_size,
         "num_attention_heads": target.num_heads,
         "num_key_value_heads": target.num_kv_heads,
         "head_dim": target.head_dim,
@@ -77,10 +81,19 @@ def head_config(target: TargetConfig, *, bias: bool, max_length: int) -> dict[st
     }
 
 
-def write_head(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], card: str) -> None:
-    """Write ``config.json``, ``model.safetensors`` (bfloat16, without an embedding) and the model card."""
+def write_head(
+    folder: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    card: str = "",
+    vocabulary: DraftVocabulary | None = None,
+) -> None:
+    """Write ``config.json``, ``model.safetensors`` (bfloat16, without an embedding), model card and frequency table."""
     stored = {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in tensors.items()}
     write_atomically(folder / "config.json", (json.dumps(dict(config), indent=2) + "\n").encode())
     write_atomically(folder / "model.safetensors", save(stored, metadata={"format": "pt"}))
-    write_atomically(folder / "README.md", card.encode())
+    if card:
+        write_atomically(folder / "README.md", card.encode())
+    if vocabulary is not None:
+        vocabulary.save(folder)
     assert DraftConfig.from_folder(folder).fc_bias == ("fc.bias" in stored)

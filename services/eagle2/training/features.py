@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +15,13 @@ from torch import Tensor
 from eagle2.errors import ConfigError
 from eagle2.training.data import Example
 
-Features = Callable[[Tensor], Tensor]
-"""Token ids (T,) int64 of one sequence -> the target's hidden states after its final norm (T, H)."""
+Features = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+"""Token ids (T,) int64 of some texts -> the target's hidden states after its final norm (T, H) of each."""
 
+# Tokens of one forward pass, padding counted: enough for products at full speed, few enough for a CPU's caches.
+_BATCH_TOKENS = 2048
+# Tokens between two writes. Within them texts are sorted by length; a kill loses at most these.
+_WINDOW_TOKENS = 32_768
 _VALUES, _INDEX, _META = "features.bin", "features.index", "features.json"
 _ITEM = 2  # bytes of a bfloat16
 
@@ -67,28 +71,50 @@ class FeatureStore:
         return len(self._offsets) - 1
 
     def compute(self, features: Features, progress: Callable[[int, int], None] | None = None) -> None:
-        """Compute what is missing; ``progress`` hears (tokens done, tokens in all) after every example."""
+        """Compute what is missing; ``progress`` hears (tokens done, tokens in all) after every write."""
         total = sum(len(example) for example in self._examples)
         with (self.folder / _VALUES).open("ab") as values, (self.folder / _INDEX).open("ab") as index:
             values.truncate(self._offsets[-1] * self.hidden_size * _ITEM)
             index.truncate(self.num_done * 8)
-            unflushed = 0
-            for example in self._examples[self.num_done :]:
-                rows = features(torch.from_numpy(example.ids.astype(np.int64)))
-                assert rows.shape == (len(example), self.hidden_size), f"features of shape {tuple(rows.shape)}"
-                bits = rows.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16)
-                values.write(bits.numpy().tobytes())
-                unflushed += len(example)
-                self._offsets.append(self._offsets[-1] + len(example))
-                index.write(np.int64(self._offsets[-1]).tobytes())
-                if unflushed > 4096:
-                    _flush(values.fileno(), values.flush)
-                    _flush(index.fileno(), index.flush)
-                    unflushed = 0
+            for window in self._windows():
+                computed = self._compute(features, window)
+                for i in window:
+                    rows = computed[i]
+                    assert rows.shape == (len(self._examples[i]), self.hidden_size), f"features {tuple(rows.shape)}"
+                    bits = rows.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16)
+                    values.write(bits.numpy().tobytes())
+                    self._offsets.append(self._offsets[-1] + len(rows))
+                    index.write(np.int64(self._offsets[-1]).tobytes())
+                _flush(values.fileno(), values.flush)
+                _flush(index.fileno(), index.flush)
                 if progress is not None:
                     progress(self._offsets[-1], total)
-            _flush(values.fileno(), values.flush)
-            _flush(index.fileno(), index.flush)
+
+    def _windows(self) -> Iterator[list[int]]:
+        """Examples that have no features yet, in order, in runs of about ``_WINDOW_TOKENS``."""
+        window: list[int] = []
+        tokens = 0
+        for i in range(self.num_done, len(self._examples)):
+            window.append(i)
+            tokens += len(self._examples[i])
+            if tokens >= _WINDOW_TOKENS:
+                yield window
+                window, tokens = [], 0
+        if window:
+            yield window
+
+    def _compute(self, features: Features, window: Sequence[int]) -> dict[int, Tensor]:
+        """Features by example: texts of about one length together, as many as ``_BATCH_TOKENS`` hold."""
+        computed: dict[int, Tensor] = {}
+        batch: list[int] = []
+        for i in [*sorted(window, key=lambda i: len(self._examples[i])), None]:
+            if batch and (i is None or len(self._examples[i]) * (len(batch) + 1) > _BATCH_TOKENS):
+                texts = [torch.from_numpy(self._examples[j].ids.astype(np.int64)) for j in batch]
+                computed |= dict(zip(batch, features(texts), strict=True))
+                batch = []
+            if i is not None:
+                batch.append(i)
+        return computed
 
     def __getitem__(self, i: int) -> Tensor:
         """Features (T, H) bfloat16 of example ``i``, which must be done."""

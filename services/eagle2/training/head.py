@@ -8,12 +8,15 @@ takes ``fc(concat(embedding(t(i+1)), feature(i)))`` at rotary position i and pre
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from eagle2.errors import ConfigError
 from eagle2.models.architecture import DraftConfig
+from eagle2.models.checkpoint import load_tensors
 
 KeyValues = tuple[tuple[Tensor, Tensor], ...]
 """Keys and values (B, G, T, D) that each pass over the same rows left: first with true features, then the rollouts."""
@@ -173,6 +176,21 @@ def initialise_from_target(
         layer.self_attn.o_proj.weight *= 0.4 * x.norm() / attended.norm().clamp(min=1e-6)
         added = layer.mlp(layer.post_attention_layernorm(x))
         layer.mlp.down_proj.weight *= 0.4 * x.norm() / added.norm().clamp(min=1e-6)
+
+
+def continue_from(head: DraftHead, folder: Path) -> None:
+    """Take the weights of the head in ``folder``. Raises ``ConfigError`` where its shape is another one."""
+    tensors = {name: t.float() for name, t in load_tensors(folder).items() if name != "embed_tokens.weight"}
+    wanted = {name: parameter.shape for name, parameter in head.state_dict().items()}
+    for name in sorted(wanted.keys() | tensors.keys()):
+        shapes = [tuple(where[name]) if name in where else "absent" for where in (wanted, _shapes(tensors))]
+        if shapes[0] != shapes[1]:
+            raise ConfigError(f"{folder} is no head to go on from: {name} is {shapes[1]} there, {shapes[0]} here.")
+    head.load_state_dict(tensors)
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 def _rotary(length: int, size: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:

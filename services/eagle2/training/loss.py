@@ -79,13 +79,20 @@ class Loss:
     cross_entropy: float
 
 
-def distillation_loss(predicted: Tensor, truth: Tensor, scorer: Scorer, cross_entropy_weight: float = 0.1) -> Loss:
-    """SmoothL1(predicted, truth) + weight * soft cross-entropy of the two next-token distributions (EAGLE, 3.2).
+def distillation_loss(
+    predicted: Tensor,
+    truth: Tensor,
+    scorer: Scorer,
+    *,
+    regression_weight: float = 1.0,
+    cross_entropy_weight: float = 0.1,
+) -> Loss:
+    """SmoothL1(predicted, truth) + soft cross-entropy of the two next-token distributions, weighted (EAGLE, 3.2).
 
     predicted, truth: (N, H) features, only of rows that count, N at least 1.
     """
     regression = F.smooth_l1_loss(predicted.float(), truth.float())
     summed: Tensor = _SoftCrossEntropy.apply(predicted, truth, scorer)  # type: ignore[no-untyped-call]
     cross_entropy = summed / len(predicted)
-    total = regression + cross_entropy_weight * cross_entropy
+    total = regression_weight * regression + cross_entropy_weight * cross_entropy
     return Loss(total, float(regression.detach()), float(cross_entropy.detach()))

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 from eagle2.errors import ConfigError
 from eagle2.models.architecture import TargetConfig
-from eagle2.models.checkpoint import load_tensors
-from eagle2.models.rows import Rows
-from eagle2.models.target import TargetModel
 
 
 class FrozenTarget:
     """A target that is only read.
 
+    The forward pass is that of ``transformers``: batched and on any device. Features differ from those of the serving
+    engine by rounding alone, which is far less than the noise that training adds.
+
     config:     its shape.
     embedding:  (V, H) in ``dtype``.
     lm_head:    (V, H) in ``dtype``; the embedding itself where the two are tied.
     max_length: tokens of the longest text that ``features`` takes.
+    device:     where its weights and the results are.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype, max_length: int) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, max_length: int, device: torch.device | str = "cpu") -> None:
         """Raises ``ModelError`` for a checkpoint that is not supported, ``ConfigError`` for a length that it lacks."""
         self.folder = folder
         self.config = TargetConfig.from_folder(folder)
@@ -32,42 +35,40 @@ class FrozenTarget:
         if max_length > limit:
             raise ConfigError(f"Examples of {max_length} tokens do not fit the target's context of {limit} tokens.")
         self.max_length = max_length
-        self._tensors = load_tensors(folder)
-        self._model = TargetModel(self.config, self._tensors, dtype=dtype, max_positions=max_length)
-        self._pool = self._model.new_pool(max_length)
-        self.embedding = self._model.embedding
-        self.lm_head = self._model.head_weight
+        self.device = torch.device(device)
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+        module: nn.Module = model
+        module.to(self.device).eval().requires_grad_(False)
+        self._decoder: nn.Module = model.model
+        self.embedding: Tensor = module.get_parameter("model.embed_tokens.weight").data
+        self.lm_head: Tensor = module.get_parameter("lm_head.weight").data
 
     @property
     def last_layer(self) -> Mapping[str, Tensor]:
         """Tensors of the last decoder layer by their names within it."""
-        prefix = f"model.layers.{self.config.num_layers - 1}."
-        return {name.removeprefix(prefix): t for name, t in self._tensors.items() if name.startswith(prefix)}
+        prefix = f"layers.{self.config.num_layers - 1}."
+        tensors = self._decoder.state_dict()
+        return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
     @property
     def final_norm(self) -> Tensor:
         """Weight (H,) of the norm that makes features."""
-        return self._tensors["model.norm.weight"]
+        weight: Tensor = self._decoder.state_dict()["norm.weight"]
+        return weight
 
     @property
     def source(self) -> str:
         """A short text that another target's weights would not give."""
-        probe = self._tensors["model.embed_tokens.weight"][:: max(1, self.config.vocab_size // 64)].double()
+        probe = self.embedding[:: max(1, self.config.vocab_size // 64)].double()
         return f"{self.config.architecture} {self.config.num_layers}x{self.config.hidden_size} {probe.sum():.9g}"
 
-    def features(self, ids: Tensor) -> Tensor:
-        """Token ids (T,) int64 of one text, T at most ``max_length`` -> features (T, H)."""
-        T = len(ids)
-        assert 0 < T <= self.max_length
-        places = torch.arange(T, dtype=torch.int32)
-        rows = Rows(
-            tokens=ids,
-            positions=places.long(),
-            slots=places,
-            starts=torch.tensor([0, T], dtype=torch.int32),
-            tables=places[None],
-            lengths=places + 1,
-            paths=torch.zeros(T, 1, dtype=torch.int32),
-            path_lengths=torch.zeros(T, dtype=torch.int32),
-        )
-        return self._model.forward(rows, self._pool)
+    @torch.inference_mode()
+    def features(self, texts: Sequence[Tensor]) -> list[Tensor]:
+        """Token ids (T,) int64 of each text, T from 1 to ``max_length`` -> features (T, H) of each, on ``device``."""
+        lengths = [len(text) for text in texts]
+        assert all(0 < length <= self.max_length for length in lengths)
+        # Padding stands behind the text, where a causal mask hides it from every row that is kept.
+        ids = nn.utils.rnn.pad_sequence(list(texts), batch_first=True).to(self.device)
+        rows: Tensor = self._decoder(ids, use_cache=False).last_hidden_state
+        return [rows[i, :length] for i, length in enumerate(lengths)]

@@ -28,48 +28,69 @@ SAVE_EVERY_S = 45.0
 class Recipe:
     """How to train. Changing any of it changes the result, so a resumed run must have the same.
 
-    batch_tokens: padded tokens of one step.
-    noise:        width of the uniform noise on input features, at 512 tokens; longer text gets less.
-    rollout:      passes over each batch: 1 uses true features only, 2 and more feed predictions back.
-    rollout_from: share of the steps after which the extra passes begin; before it there is one pass.
-    warm_up:      steps of linear growth before the learning rate falls along a cosine to 2 % of its peak.
-    mixed:        bfloat16 products on float32 weights; else all float32.
+    epochs:        passes over the data, at most.
+    hours:         how long to train at most, over all resumed parts; None: until the epochs are done. The learning rate
+                   and the rollout follow whichever of the two is nearer to its end, so a run that the clock ends is
+                   as complete as one that its epochs end.
+    optimizer:     ``muon`` for the matrices (vectors still get AdamW), or ``adamw`` for everything.
+    learning_rate: the peak. Muon's updates are scaled to the size of AdamW's, so the same values fit.
+    schedule:      ``cosine`` or ``linear`` fall to 2 % of the peak behind the warm-up, or ``constant``.
+    warm_up:       steps of linear growth at the start.
+    batch_tokens:  padded tokens of one step.
+    noise:         width of the uniform noise on input features, at 512 tokens; longer text gets less.
+    rollout:       passes over each batch: 1 uses true features only, 2 and more feed predictions back.
+    rollout_from:  share of the run after which the extra passes join, one after the other at even distances.
+    mixed:         bfloat16 products on float32 weights; else all float32.
     """
 
-    epochs: int = 5
+    epochs: int = 10
+    hours: float | None = None
+    optimizer: str = "muon"
     learning_rate: float = 1e-3
+    schedule: str = "cosine"
+    warm_up: int = 100
     batch_tokens: int = 2048
     noise: float = 0.2
     rollout: int = 3
     rollout_from: float = 0.5
+    regression_weight: float = 1.0
     cross_entropy_weight: float = 0.1
-    warm_up: int = 100
     gradient_clip: float = 0.5
     seed: int = 0
     mixed: bool = True
 
-    def learning_rate_at(self, step: int, steps: int) -> float:
-        """Learning rate of ``step`` (from 0) of ``steps``."""
-        cosine = 0.5 * (1 + math.cos(math.pi * step / steps))
-        return self.learning_rate * min(1.0, (step + 1) / self.warm_up) * (0.02 + 0.98 * cosine)
+    def learning_rate_at(self, step: int, progress: float) -> float:
+        """Learning rate of ``step`` (from 0), with ``progress`` (0 to 1) of the run behind it."""
+        fallen = {"cosine": 0.5 * (1 + math.cos(math.pi * progress)), "linear": 1 - progress, "constant": 1.0}
+        return self.learning_rate * min(1.0, (step + 1) / self.warm_up) * (0.02 + 0.98 * fallen[self.schedule])
+
+    def passes_at(self, progress: float) -> int:
+        """Passes over a batch with ``progress`` (0 to 1) of the run behind it."""
+        if progress < self.rollout_from or self.rollout == 1:
+            return 1
+        share = (progress - self.rollout_from) / (1 - self.rollout_from) if self.rollout_from < 1 else 1.0
+        return min(self.rollout, 2 + int(share * (self.rollout - 1)))
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one optimiser step did, the ``step``-th of ``steps``.
+    """What one optimiser step did, the ``step``-th of at most ``steps``.
 
+    progress:                  how much of the run is done, 0 to 1.
     regression, cross_entropy: losses of each pass, true features first.
     tokens:                    size of the batch, padding counted.
+    measure:                   the epoch or the run ends here: time to look how good the head is.
     """
 
     step: int
     steps: int
     epoch: int
+    progress: float
     learning_rate: float
     regression: tuple[float, ...]
     cross_entropy: tuple[float, ...]
     tokens: int
-    ends_epoch: bool
+    measure: bool
 
 
 class Trainer:
@@ -102,20 +123,38 @@ class Trainer:
             for epoch in range(recipe.epochs)
         ]
         self.steps = sum(len(batches) for batches in self._epochs)
-        self.optimizer = torch.optim.AdamW(head.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95))
-        self._saved_at = clock()
+        self._optimizers = _optimizers(head, recipe)
+        # Seconds of training before this part of the run, and when this part began.
+        self._elapsed_before, self._began, self._saved_at = 0.0, clock(), clock()
         self._between_steps = True
         self._resume()
+
+    @property
+    def progress(self) -> float:
+        """How much of the run is done, 0 to 1: by steps or by hours, whichever is further."""
+        share = self.step / self.steps
+        if self.recipe.hours is not None:
+            share = max(share, self._elapsed / (3600 * self.recipe.hours))
+        return min(1.0, share)
+
+    @property
+    def _elapsed(self) -> float:
+        return self._elapsed_before + self._clock() - self._began
 
     def run(self) -> Iterator[StepReport]:
         """Take the remaining steps one by one, saving the state as time goes by, when it ends and when it is left."""
         step = 0
+        if self.progress >= 1:
+            return
         try:
             for epoch, batches in enumerate(self._epochs):
                 for n, batch in enumerate(batches, start=1):
                     if step == self.step:
                         rows = make_batch(self._examples, batch, self._features)
-                        yield self._take(rows, epoch, ends_epoch=n == len(batches))
+                        report = self._take(rows, epoch, ends_epoch=n == len(batches))
+                        yield report
+                        if report.progress >= 1:
+                            return
                         if self._clock() - self._saved_at > SAVE_EVERY_S:
                             self.save()
                     step += 1
@@ -130,29 +169,40 @@ class Trainer:
             self._folder,
             {
                 "step": self.step,
+                "elapsed": self._elapsed,
                 "head": self.head.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
+                "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
                 "run": self._identity(),
             },
         )
         self._saved_at = self._clock()
 
     def _take(self, batch: Batch, epoch: int, ends_epoch: bool) -> StepReport:
-        recipe = self.recipe
-        rate = recipe.learning_rate_at(self.step, self.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        passes = recipe.rollout if self.step >= recipe.rollout_from * self.steps else 1
-        self.optimizer.zero_grad(set_to_none=True)
-        total, regression, cross_entropy = self._loss(batch, passes)
+        progress = self.progress
+        rate = self.recipe.learning_rate_at(self.step, progress)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.zero_grad(set_to_none=True)
+        total, regression, cross_entropy = self._loss(batch, self.recipe.passes_at(progress))
         total.backward()
-        nn.utils.clip_grad_norm_(self.head.parameters(), recipe.gradient_clip)
+        nn.utils.clip_grad_norm_(self.head.parameters(), self.recipe.gradient_clip)
         self._between_steps = False
-        self.optimizer.step()
+        for optimizer in self._optimizers:
+            optimizer.step()
         self.step += 1
         self._between_steps = True
+        progress = self.progress
         return StepReport(
-            self.step, self.steps, epoch, rate, regression, cross_entropy, batch.next_ids.numel(), ends_epoch
+            step=self.step,
+            steps=self.steps,
+            epoch=epoch,
+            progress=progress,
+            learning_rate=rate,
+            regression=regression,
+            cross_entropy=cross_entropy,
+            tokens=batch.next_ids.numel(),
+            measure=ends_epoch or progress >= 1,
         )
 
     def _loss(self, batch: Batch, num_passes: int) -> tuple[Tensor, tuple[float, ...], tuple[float, ...]]:
@@ -168,7 +218,15 @@ class Trainer:
                     break
                 predicted, passes = self.head(embedded, inputs.to(embedded.dtype), passes)
                 truth = batch.targets.to(device)[counted]
-                losses.append(distillation_loss(predicted[counted], truth, self._scorer, recipe.cross_entropy_weight))
+                losses.append(
+                    distillation_loss(
+                        predicted[counted],
+                        truth,
+                        self._scorer,
+                        regression_weight=recipe.regression_weight,
+                        cross_entropy_weight=recipe.cross_entropy_weight,
+                    )
+                )
                 inputs = shifted(predicted)
         total = torch.stack([loss.total for loss in losses]).sum()
         return total, tuple(loss.regression for loss in losses), tuple(loss.cross_entropy for loss in losses)
@@ -199,5 +257,18 @@ class Trainer:
                     "remove it to begin again."
                 )
         self.head.load_state_dict(state["head"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
         self.step = int(state["step"])
+        self._elapsed_before = float(state["elapsed"])
+
+
+def _optimizers(head: nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    rate, betas = recipe.learning_rate, (0.9, 0.95)
+    if recipe.optimizer == "adamw":
+        return [torch.optim.AdamW(head.parameters(), lr=rate, betas=betas)]
+    assert recipe.optimizer == "muon", f"no optimizer {recipe.optimizer!r}"
+    matrices = [parameter for parameter in head.parameters() if parameter.ndim == 2]
+    vectors = [parameter for parameter in head.parameters() if parameter.ndim != 2]
+    muon = torch.optim.Muon(matrices, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    return [muon, torch.optim.AdamW(vectors, lr=rate, betas=betas)]
