@@ -7,8 +7,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging
 
 from eagle2.errors import ConfigError
 from eagle2.models.architecture import TargetConfig
@@ -36,6 +34,12 @@ class FrozenTarget:
             raise ConfigError(f"Examples of {max_length} tokens do not fit the target's context of {limit} tokens.")
         self.max_length = max_length
         self.device = torch.device(device)
+        try:
+            # Imported late: an installation that only serves has no need of it.
+            from transformers import AutoModelForCausalLM
+            from transformers.utils import logging
+        except ImportError as error:
+            raise ConfigError(f"Training needs transformers ({error}); install eagle2[train].") from None
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
         module: nn.Module = model
