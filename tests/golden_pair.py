@@ -24,10 +24,12 @@ def load_target(name: str, dtype: torch.dtype = torch.float32) -> TargetModel:
     return TargetModel(TargetConfig.from_folder(folder), load_tensors(folder), dtype=dtype)
 
 
-def load_head(name: str, target: TargetModel, dtype: torch.dtype = torch.float32) -> DraftModel:
+def load_head(
+    name: str, target: TargetModel, dtype: torch.dtype = torch.float32, token_ids: Tensor | None = None
+) -> DraftModel:
     folder = GOLDEN / f"head_{name}"
-    weights = load_tensors(folder)
-    return DraftModel(DraftConfig.from_folder(folder), weights, target.embedding, target.head_weight, dtype=dtype)
+    config, weights = DraftConfig.from_folder(folder), load_tensors(folder)
+    return DraftModel(config, weights, target.embedding, target.head_weight, dtype=dtype, token_ids=token_ids)
 
 
 class PooledTarget:

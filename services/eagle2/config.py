@@ -21,6 +21,7 @@ ENV_PREFIX = "EAGLE2_"
 _STRICT = ConfigDict(extra="forbid")
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
+VocabularySize = int | Literal["auto", "all"]
 
 
 def _require(condition: bool, sentence: str) -> None:
@@ -40,11 +41,13 @@ class ModelSettings:
     """Which networks are served. ``embedded`` is the model that the package brings along.
 
     ``target`` and ``draft`` are a folder, a hub id, a GGUF file (target only) or ``embedded``; ``draft`` None
-    serves without speculation. ``max_model_len`` None is what the checkpoint says.
+    serves without speculation. ``draft_vocabulary`` is how many of the most frequent tokens the head scores; ``auto``
+    takes the table that lies with the head, if one does. ``max_model_len`` None is what the checkpoint says.
     """
 
     target: str = EMBEDDED
     draft: str | None = EMBEDDED
+    draft_vocabulary: VocabularySize = "auto"
     served_model_name: str | None = None
     dtype: DType = "auto"
     device: str = "auto"
@@ -52,6 +55,8 @@ class ModelSettings:
 
     def __post_init__(self) -> None:
         _at_least(self, 2, "max_model_len")
+        if isinstance(self.draft_vocabulary, int):
+            _at_least(self, 1, "draft_vocabulary")
         _require(bool(self.target), "target must name a model, not ''.")
 
 
@@ -186,8 +191,10 @@ def _refuse_unknown_variables(environ: Mapping[str, str]) -> None:
 
 
 def _sentence(error: ValidationError) -> str:
-    first = error.errors()[0]
-    path = ".".join(str(part) for part in first["loc"])
+    errors = error.errors()
+    first = errors[0]
+    # Section and name; behind them stands which kind of value was tried, where a setting takes several.
+    path = ".".join(str(part) for part in first["loc"][:2])
     match first["type"]:
         case "extra_forbidden" | "unexpected_keyword_argument":
             section = _SECTIONS.get(str(first["loc"][0])) if len(first["loc"]) > 1 else Settings
@@ -196,4 +203,5 @@ def _sentence(error: ValidationError) -> str:
         case "value_error":
             return f"{path}: {first['ctx']['error']}" if path else str(first["ctx"]["error"])
         case _:
-            return f"{path} cannot be {first['input']!r}: {first['msg']}."
+            reasons = "; ".join(e["msg"] for e in errors if e["loc"][:2] == first["loc"][:2])
+            return f"{path} cannot be {first['input']!r}: {reasons}."

@@ -25,6 +25,10 @@ def test_only_given_flags_become_settings() -> None:
     assert _settings("--top-k", "3", "--dtype", "float32") == {"model": {"dtype": "float32"}, "engine": {"top_k": 3}}
 
 
+def test_the_vocabulary_of_drafts_is_a_flag() -> None:
+    assert _settings("--draft-vocabulary", "4096") == {"model": {"draft_vocabulary": "4096"}}
+
+
 def test_no_draft_is_spelt_none() -> None:
     assert _settings("--draft", "none") == {"model": {"draft": None}}
 

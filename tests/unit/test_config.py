@@ -28,6 +28,15 @@ def test_the_environment_is_read_only_when_asked(monkeypatch: pytest.MonkeyPatch
     assert load_settings().engine == EngineSettings()
 
 
+@pytest.mark.parametrize(("given", "value"), [("4096", 4096), (4096, 4096), ("all", "all"), ("auto", "auto")])
+def test_a_vocabulary_is_a_number_or_a_word(given: object, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_settings(flags={"model": {"draft_vocabulary": given}}).model.draft_vocabulary == value
+    monkeypatch.setenv("EAGLE2_MODEL__DRAFT_VOCABULARY", str(given))
+    settings = load_settings(environ=True)
+    assert settings.model.draft_vocabulary == value
+    assert load_settings(settings.as_dict()) == settings
+
+
 def test_settings_survive_the_way_through_plain_values() -> None:
     settings = load_settings({"model": {"draft": None, "dtype": "float32"}, "pair": {"socket_dir": "/run/pairs"}})
     assert load_settings(settings.as_dict()) == settings
@@ -43,6 +52,11 @@ def test_settings_survive_the_way_through_plain_values() -> None:
         ({"engine": {"depth": "deep"}}, r"engine\.depth cannot be 'deep'"),
         ({"model": {"dtype": "int8"}}, r"model\.dtype cannot be 'int8'"),
         ({"model": {"target": ""}}, r"target must name a model"),
+        ({"model": {"draft_vocabulary": 0}}, r"draft_vocabulary must be at least 1, not 0"),
+        (
+            {"model": {"draft_vocabulary": "most"}},
+            r"model\.draft_vocabulary cannot be 'most': .*integer.*'auto' or",
+        ),
         ({"http": {"port": 70000}}, r"port must lie between 1 and 65535, not 70000"),
         ({"pair": {"socket_dir": "/" + "d" * 90}}, r"socket_dir must be at most 75 bytes"),
     ],

@@ -19,6 +19,7 @@ from eagle2.engine.target import TargetRunner
 from eagle2.errors import ConfigError
 from eagle2.models.checkpoint import DraftConfig, TargetConfig, check_head, load_tensors, real_vocab_size
 from eagle2.models.draft import DraftModel
+from eagle2.models.draft_vocabulary import DraftVocabulary, scored_ids
 from eagle2.models.dtype import resolve_device, resolve_dtype, use_threads
 from eagle2.models.embedded import EMBEDDED_NAME
 from eagle2.models.layers import Weights
@@ -87,6 +88,9 @@ def load_draft_runner(settings: Settings, checkpoint: Checkpoint, incarnation: i
     embedding = checkpoint.weights["model.embed_tokens.weight"]
     check_head(config, weights, checkpoint.config, embedding)
     tied = checkpoint.config.tie_word_embeddings
+    table = DraftVocabulary.load(folder, checkpoint.vocab_size)
+    end_tokens = (token for token in checkpoint.config.eos_token_ids if token < checkpoint.vocab_size)
+    token_ids = scored_ids(settings.model.draft_vocabulary, table, folder, end_tokens)
     model = DraftModel(
         config,
         {name: tensor for name, tensor in weights.items() if name != "embed_tokens.weight"},
@@ -94,7 +98,17 @@ def load_draft_runner(settings: Settings, checkpoint: Checkpoint, incarnation: i
         embedding if tied else checkpoint.weights["lm_head.weight"],
         dtype=checkpoint.dtype,
         device=checkpoint.device,
+        token_ids=token_ids,
     )
+    if table is not None and token_ids is not None:
+        logger.info(
+            "The draft head scores %d of %d tokens, %.1f %% of the text that its table counts.",
+            len(token_ids),
+            checkpoint.vocab_size,
+            100 * table.coverage(token_ids),
+        )
+    else:
+        logger.info("The draft head scores all %d tokens.", checkpoint.vocab_size)
     shape = tree_shape(settings)
     slots = num_slots(settings, checkpoint) + settings.engine.max_sequences * beam_slots(shape)
     runner = DraftRunner(model, slots, incarnation=incarnation, vocab_size=checkpoint.vocab_size)

@@ -32,6 +32,7 @@ class DraftRunner:
     """A ``DraftHandler``: the draft head, its slots, and the rows held for each sequence.
 
     ``vocab_size`` bounds the ids that may be drafted (a padded lm_head has more rows than the tokenizer has ids).
+    Trees are grown over the columns of the head's logits; ids take their place where a tree meets the head or leaves.
     ``policy`` makes the trees; measurements set other ones.
     """
 
@@ -48,6 +49,7 @@ class DraftRunner:
         self._model = model
         self._incarnation = incarnation
         self._vocab_size = vocab_size or model.config.vocab_size
+        assert model.token_ids is None or int(model.token_ids.max()) < self._vocab_size, "ids that cannot come out"
         self._pool = SlotPool(num_slots)
         self._kv = model.new_pool(num_slots)
         self._tables: dict[int, SlotTable] = {}
@@ -149,7 +151,7 @@ class DraftRunner:
         with _Beam(self, [item.table for item in items]) as beam:
             tree = self.policy(beam, last, self.logits(last), roots, shape)
         for i, item in enumerate(items):
-            nodes = tree.tokens[i, 1:].cpu(), tree.parents[i, 1:].cpu(), tree.scores[i, 1:].cpu()
+            nodes = self._model.ids_of(tree.tokens[i, 1:]).cpu(), tree.parents[i, 1:].cpu(), tree.scores[i, 1:].cpu()
             trees[item.place] = self._reply(item.entry, DraftStatus.OK, *nodes)
 
     def logits(self, features: Tensor) -> Tensor:
@@ -200,9 +202,9 @@ class _Beam:
         paths = np.concatenate([earlier, own[:, :, None]], axis=2).astype(np.int32)
         depths = np.full(k, paths.shape[2] - 1)
         builder = RowsBuilder()
-        for context, ids, path in zip(self._contexts, tokens.tolist(), paths, strict=True):
-            builder.add_nodes(context, ids, depths, path)
         model = self._runner._model
+        for context, ids, path in zip(self._contexts, model.ids_of(tokens).tolist(), paths, strict=True):
+            builder.add_nodes(context, ids, depths, path)
         outputs = model.forward(builder.build(model.device), features.reshape(batch * k, -1), self._runner._kv)
         logits = self._runner.logits(outputs)
         return outputs.view(batch, k, -1), logits.view(batch, k, -1)

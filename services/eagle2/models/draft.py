@@ -16,7 +16,8 @@ from eagle2.models.rows import Rows
 class DraftModel:
     """Weights and forward of the head (EAGLE, arXiv 2401.15077, section 4.1); the KV cache is the caller's.
 
-    The embedding and the lm_head are the target's: ``embedding`` (V, H) and ``head_weight`` (V, H).
+    The embedding and the lm_head are the target's: ``embedding`` (V, H) and ``head_weight`` (V, H). ``token_ids``
+    (W,) int64, each once, are those that the lm_head is kept for; None: all of them, and W is V.
     """
 
     def __init__(
@@ -29,12 +30,16 @@ class DraftModel:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         max_positions: int | None = None,
+        token_ids: Tensor | None = None,
     ) -> None:
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         weights = {name: tensor.to(device=self.device, dtype=dtype) for name, tensor in weights.items()}
         self._embedding = embedding.to(device=self.device, dtype=dtype)
         self._fuse = Linear(weights["fc.weight"], weights.get("fc.bias"))
         self._layer = DecoderLayer(weights, "layers.0.", config)
+        self.token_ids = None if token_ids is None else token_ids.to(self.device)
+        if token_ids is not None:
+            head_weight = head_weight[token_ids.to(head_weight.device)]
         self._head = Linear(head_weight.to(device=self.device, dtype=dtype))
         self._rotary = RotaryTable(
             config.rope, config.head_dim, max_positions or config.max_position_embeddings, self.device
@@ -59,5 +64,9 @@ class DraftModel:
 
     @torch.inference_mode()
     def logits(self, features: Tensor) -> Tensor:
-        """(T, H) -> (T, V) float32."""
+        """(T, H) -> (T, W) float32, one column for each token that is scored."""
         return self._head(features).float()
+
+    def ids_of(self, columns: Tensor) -> Tensor:
+        """The token ids that columns of the logits stand for; any shape, int64."""
+        return columns if self.token_ids is None else self.token_ids[columns]

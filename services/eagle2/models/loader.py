@@ -15,6 +15,7 @@ from pathlib import Path
 
 from eagle2.errors import ModelError
 from eagle2.models import gguf
+from eagle2.models.draft_vocabulary import TABLE_NAME
 from eagle2.models.embedded import EMBEDDED, embedded_gguf, embedded_head
 
 _log = logging.getLogger(__name__)
@@ -24,6 +25,7 @@ _TEXT_FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
     *("special_tokens_map.json", "chat_template.jinja"),
 )
+_ALWAYS = (*_TEXT_FILES, TABLE_NAME)
 # Named one by one: repositories also carry the same weights in other formats.
 _SAFETENSORS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
 _PICKLES = ("pytorch_model.bin", "pytorch_model-*-of-*.bin", "pytorch_model.bin.index.json")
@@ -78,7 +80,7 @@ def _download(repo: str, revision: str | None, role: str) -> Path:
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     def fetch(*patterns: str) -> Path:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=[*_TEXT_FILES, *patterns]))
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=[*_ALWAYS, *patterns]))
 
     _log.info("Fetching the %s %s from the hub.", role, repo)
     try:

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 _FLAGS = {
-    "model": ("target", "draft", "dtype", "device", "max_model_len", "served_model_name"),
+    "model": ("target", "draft", "draft_vocabulary", "dtype", "device", "max_model_len", "served_model_name"),
     "engine": ("max_sequences", "kv_slots", "depth", "top_k", "num_draft_tokens", "threads"),
     "http": ("host", "port"),
 }
@@ -16,6 +16,8 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Which networks, in which precision, where."""
     parser.add_argument("--target", metavar="MODEL", help="a folder, a hub id, a GGUF file, or 'embedded' (default)")
     parser.add_argument("--draft", metavar="HEAD", help="a folder, a hub id, 'embedded' (default), or 'none'")
+    vocabulary = "score only the N most frequent tokens when drafting, or 'all'; default: what is fastest"
+    parser.add_argument("--draft-vocabulary", metavar="N", help=vocabulary)
     dtypes = ("auto", "bfloat16", "float16", "float32")
     parser.add_argument("--dtype", choices=dtypes, help="default: the fastest that the device has")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 ...; default: a GPU where there is one")
