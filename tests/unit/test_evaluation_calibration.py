@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from eagle2.errors import ConfigError
+from eagle2.errors import ConfigError, ModelError
 from eagle2.evaluation.calibration import (
     brier_score,
     calibration_json,
@@ -21,6 +23,14 @@ from eagle2.evaluation.calibration import (
     reliability,
 )
 from eagle2.evaluation.observations import CalibrationRecorder, Observations, Samples
+from eagle2.evaluation.recalibration import (
+    Recalibration,
+    calibration_report,
+    fit_recalibration,
+    fit_temperature,
+    read_recalibration,
+    write_recalibrations,
+)
 from eagle2.transport.base import ProposerLink
 from eagle2.transport.messages import DraftEntry, DraftReply, DraftStatus, DraftStep, DraftTree
 
@@ -309,3 +319,119 @@ def test_without_observations_there_is_no_calibration() -> None:
     with pytest.raises(ConfigError, match="No drafted token was seen"):
         calibration_of(nothing.steps())
     assert len(nothing.paths()) == 0
+
+
+def sharpened(count: int, temperature: float, sequences: int = 40, seed: int = 1) -> Samples:
+    """Outcomes drawn with p, predictions sigmoid(logit(p) * temperature): what undoes them is known."""
+    right = perfect(count, seed)
+    odds = np.log(right.probability / (1 - right.probability)) * temperature
+    return Samples(np.arange(count) % sequences, right.depth, 1 / (1 + np.exp(-odds)), right.accepted)
+
+
+def as_observations(samples: Samples) -> Observations:
+    """All of them children of an accepted parent, under parents that were certain."""
+    confidences = np.full((len(samples), 3), np.nan)
+    for row, depth in enumerate(samples.depth.tolist()):
+        confidences[row, : depth - 1] = 1.0
+        confidences[row, depth - 1] = samples.probability[row]
+    reached = np.ones(len(samples), dtype=np.bool_)
+    return Observations(samples.sequence, samples.depth, confidences, reached, samples.accepted, 7, 2)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_a_known_temperature_is_found(temperature: float) -> None:
+    samples = sharpened(40_000, temperature)
+    assert fit_temperature(samples.probability, samples.accepted) == pytest.approx(temperature, rel=0.03)
+    assert log_loss(samples.probability, samples.accepted) >= log_loss(
+        fit_recalibration(samples).probability(samples.probability, samples.depth), samples.accepted
+    )
+
+
+def test_each_depth_has_its_own_temperature_where_samples_are_enough() -> None:
+    first, second = sharpened(20_000, 2.0), sharpened(20_000, 0.5, seed=2)
+    few = sharpened(60, 1.0)
+    joined = Samples(
+        sequence=np.concatenate([first.sequence, second.sequence, few.sequence]),
+        depth=np.repeat([1, 2, 3], [20_000, 20_000, 60]),
+        probability=np.concatenate([first.probability, second.probability, few.probability]),
+        accepted=np.concatenate([first.accepted, second.accepted, few.accepted]),
+    )
+    found = fit_recalibration(joined)
+    assert found.by_depth == (pytest.approx(2.0, rel=0.05), pytest.approx(0.5, rel=0.05))
+    # Odds of 4 to 1: the square root at depth 1, the square at depth 2, all depths' temperature behind.
+    scaled = found.probability(np.array([0.8, 0.8, 0.8]), np.array([1, 2, 9]))
+    odds = [4 ** (1 / t) for t in (*found.by_depth, found.temperature)]
+    assert scaled == pytest.approx([x / (1 + x) for x in odds])
+
+
+def test_values_are_products_of_recalibrated_confidences() -> None:
+    halving = Recalibration(1.0, (0.5,))
+    values = halving.values(np.array([[0.8, 0.5], [0.8, np.nan]]))
+    assert values == pytest.approx([16 / 17 * 0.5, 16 / 17])
+    assert Recalibration(1.0).values(np.array([[0.0, 0.5], [1.0, np.nan]])) == pytest.approx([0.0, 1.0], abs=1e-5)
+
+
+def test_the_report_measures_on_texts_that_were_not_fitted() -> None:
+    report = calibration_report(as_observations(sharpened(20_000, 2.0)))
+    assert (report["trees"], report["unobserved"]) == (7, 2)
+    recalibration = report["recalibration"]
+    assert recalibration["temperature"] == pytest.approx(2.0, rel=0.05)
+    held_out = recalibration["held_out"]
+    assert held_out["sequences"] == 20
+    assert held_out["before"]["count"] == held_out["after"]["count"] == 10_000
+    assert held_out["before"]["ece"] > 0.08
+    for after in ("after", "after_one_temperature", "paths_after"):
+        assert held_out[after]["ece"] < 0.02
+        assert held_out[after]["log_loss"] < held_out["before"]["log_loss"]
+    json.dumps(report)
+
+
+def test_one_text_alone_gives_errors_and_no_recalibration() -> None:
+    report = calibration_report(as_observations(sharpened(500, 2.0, sequences=1)))
+    assert report["recalibration"] is None
+    assert report["steps"]["count"] == 500
+    with pytest.raises(ConfigError, match="At temperature 0 too little was observed"):
+        write_recalibrations(Path("nowhere"), {0.0: report}, {})
+
+
+def test_a_recalibration_is_kept_beside_the_head_by_sampling_temperature(tmp_path: Path) -> None:
+    reports = {t: calibration_report(as_observations(sharpened(4_000, 1 + t))) for t in (0.0, 1.0)}
+    path = write_recalibrations(tmp_path, reports, {"prompts": "some"})
+    values = json.loads(path.read_text())
+    assert values["measured"] == {"prompts": "some"}
+    sharp = values["recalibrations"][1]
+    assert sharp["sampling_temperature"] == 1.0
+    assert sharp["held_out"]["after"]["ece"] < sharp["held_out"]["before"]["ece"]
+    for asked, kept in ((0.0, 0.0), (0.3, 0.0), (0.7, 1.0), (1.5, 1.0)):
+        found = read_recalibration(tmp_path, asked)
+        assert found is not None
+        assert found.temperature == reports[kept]["recalibration"]["temperature"]
+        assert found.by_depth == reports[kept]["recalibration"]["by_depth"]
+    assert [file.name for file in tmp_path.iterdir()] == ["calibration.json"]
+    assert read_recalibration(tmp_path / "elsewhere", 0.0) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("{", "is no recalibration of a draft head"),
+        ("[]", "is no recalibration of a draft head"),
+        ('{"version": 1, "recalibrations": []}', "is no recalibration of a draft head"),
+        ('{"version": 2}', "has version 2, and 1 can be read"),
+        (
+            '{"version": 1, "recalibrations": [{"sampling_temperature": 0, "temperature": 1, "by_depth": [0.0]}]}',
+            "has a temperature that is not above 0: .1.0, 0.0.",
+        ),
+    ],
+)
+def test_a_file_that_is_none_is_refused(tmp_path: Path, text: str, sentence: str) -> None:
+    (tmp_path / "calibration.json").write_text(text)
+    with pytest.raises(ModelError, match=sentence):
+        read_recalibration(tmp_path, 0.0)
+
+
+def test_a_temperature_needs_samples_and_stays_within_reason() -> None:
+    with pytest.raises(ConfigError, match="no samples"):
+        fit_temperature(np.empty(0), np.empty(0, dtype=np.bool_))
+    assert fit_temperature(np.array([0.9]), np.array([True])) == pytest.approx(0.1)
+    assert fit_temperature(np.array([0.9]), np.array([False])) == pytest.approx(10.0)
