@@ -52,10 +52,12 @@ class _SoftCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + _CHUNK)
             n = len(predicted_cast[rows])
             logits, truth_logits = (_product(values[rows], scorer.rows) for values in (predicted_cast, truth_cast))
-            wanted = torch.softmax(truth_logits, dim=-1)
-            entropies = torch.logsumexp(logits.float(), dim=-1) - (wanted * logits).sum(dim=-1, dtype=torch.float32)
+            wanted, likely = torch.softmax(truth_logits, dim=-1), torch.softmax(logits, dim=-1)
+            # log(sum(exp(logits))) from the largest term: a second look at all of them would cost as much as a product.
+            best, share = logits.amax(dim=-1).float(), likely.amax(dim=-1).float()
+            entropies = best - share.log() - torch.linalg.vecdot(wanted, logits).float()
             total += entropies[:n].sum()
-            gradient[rows] = F.linear(torch.softmax(logits, dim=-1).sub_(wanted), scorer.columns)[:n]
+            gradient[rows] = F.linear(likely.sub_(wanted), scorer.columns)[:n]
         ctx.save_for_backward(gradient.to(predicted.dtype))
         return total
 
