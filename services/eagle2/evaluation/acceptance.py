@@ -1,77 +1,98 @@
-"""Mean acceptance length (tau) by tree shape: how good a draft head is, whatever the machine."""
+"""Mean acceptance length (tau) of one method on one task: how good a draft is, whatever the machine."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from eagle2.evaluation.measure import Generation, greedy_request, measure, wait_until_paired
-from eagle2.evaluation.trees import ShapedEngine, shape_name
-from eagle2.speculative.draft import TreeShape
-from eagle2.telemetry import metrics
+from eagle2.evaluation.conversation import Turn
+from eagle2.evaluation.measure import first_difference
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What a measurement is of. ``tree`` is drafted tokens/depth/top_k, empty for plain decoding."""
+
+    temperature: float
+    task: str
+    method: str
+    tree: str = ""
+
+    @property
+    def name(self) -> str:
+        """Fit for a file's name."""
+        parts = (f"t{self.temperature:g}", self.task, self.method, self.tree.replace("/", "-"))
+        return "_".join(part for part in parts if part)
 
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """What one tree shape gave over all prompts.
+    """The answers of one cell. ``seconds`` is how long they took in all, many at once: no measure of speed."""
 
-    ``per_position`` is, for each depth, the share of trees that were accepted at least that deep.
-    """
-
-    shape: TreeShape
-    generations: Mapping[str, Generation]
-    per_position: tuple[float, ...]
+    cell: Cell
+    turns: tuple[Turn, ...]
+    seconds: float
 
     @property
     def cycles(self) -> int:
-        return sum(generation.cycles for generation in self.generations.values())
+        return sum(turn.cycles for turn in self.turns)
 
     @property
     def tokens(self) -> int:
         """Committed tokens, the first of each answer not counted: it comes from the prompt's forward pass."""
-        return sum(generation.decode_tokens for generation in self.generations.values())
+        return sum(turn.decode_tokens for turn in self.turns)
 
     @property
     def tau(self) -> float:
+        """Committed tokens / cycles (paper, section 5); 0 without a cycle."""
         return self.tokens / self.cycles if self.cycles else 0.0
 
+    def per_position(self, depth: int) -> tuple[float, ...]:
+        """For each depth, the share of cycles that committed more than so many tokens; with 1 they add up to tau.
 
-async def measure_acceptance(
-    engine: ShapedEngine,
-    shapes: Sequence[TreeShape],
-    prompts: Mapping[str, Sequence[int]],
-    max_tokens: int,
-    say: Callable[[str], None],
-) -> list[Acceptance]:
-    """Answer all prompts (ids by name) greedily, once per shape, as many at once as the engine takes.
+        The token behind the accepted ones is the target's own, so that is as many as were accepted so deep; only the
+        last cycle of an answer counts what is left behind the cut.
+        """
+        runs = [run for turn in self.turns for run in turn.commits[1:]]
+        return tuple(sum(run > d for run in runs) / len(runs) if runs else 0.0 for d in range(1, depth + 1))
 
-    A sequence's trees do not depend on its neighbours, so neither does tau.
-    """
-    await wait_until_paired(engine.service)
-    places = asyncio.Semaphore(engine.settings.engine.max_sequences)
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "temperature": self.cell.temperature,
+            "task": self.cell.task,
+            "method": self.cell.method,
+            "tree": self.cell.tree,
+            "seconds": self.seconds,
+            "turns": [turn.as_json() for turn in self.turns],
+        }
 
-    async def answer(name: str, ids: Sequence[int]) -> Generation:
-        async with places:
-            return await measure(engine.service, greedy_request(ids, max_tokens, speculation=True, name=name))
-
-    results = []
-    for shape in shapes:
-        engine.use(shape)
-        before = await engine.service.stats()
-        generations = await asyncio.gather(*(answer(name, ids) for name, ids in prompts.items()))
-        after = await engine.service.stats()
-        per_position = _per_position(before, after, shape.depth)
-        result = Acceptance(shape, dict(zip(prompts, generations, strict=True)), per_position)
-        say(f"{shape_name(shape)}: tau {result.tau:.3f} over {result.cycles} cycles")
-        results.append(result)
-    return results
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Acceptance:
+        cell = Cell(values["temperature"], values["task"], values["method"], values["tree"])
+        return cls(cell, tuple(Turn.from_json(turn) for turn in values["turns"]), values["seconds"])
 
 
-def _per_position(before: Mapping[str, float], after: Mapping[str, float], depth: int) -> tuple[float, ...]:
-    def grown(key: str) -> float:
-        return after.get(key, 0.0) - before.get(key, 0.0)
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """An answer that is not the one of plain decoding, first at ``position``. There must be none."""
 
-    trees = grown(metrics.NUM_DRAFTS.sample())
-    accepted = (grown(metrics.NUM_ACCEPTED_TOKENS_PER_POS.sample(pos=position)) for position in range(depth))
-    return tuple(count / trees if trees else 0.0 for count in accepted)
+    cell: Cell
+    turn: str
+    position: int
+
+
+def lost_in(measured: Acceptance, plain: Acceptance) -> list[Lost]:
+    """Every turn whose tokens are not those of plain decoding."""
+    expected = {turn.name: turn.token_ids for turn in plain.turns}
+    found = []
+    for turn in measured.turns:
+        position = first_difference(turn.token_ids, expected[turn.name])
+        if position is not None:
+            found.append(Lost(measured.cell, turn.name, position))
+    return found
+
+
+def same_cycles(a: Sequence[Turn], b: Sequence[Turn]) -> bool:
+    """Whether two measurements went through the same cycles, token by token."""
+    return [(t.name, t.token_ids, t.commits) for t in a] == [(t.name, t.token_ids, t.commits) for t in b]

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from zlib import crc32
 
 from eagle2.errors import Eagle2Error, UnavailableError
 from eagle2.protocol import FinishReason, GenerationRequest, SamplingParams, StopConditions, Verifier
@@ -18,7 +19,8 @@ GREEDY = SamplingParams(seed=0, temperature=0.0)
 class Generation:
     """What came out, and when, in seconds from the request on: the first token and the last one.
 
-    ``cycles`` counts the steps behind the first token, which the prompt's own forward pass gives.
+    ``cycles`` counts the steps behind the first token, which the prompt's own forward pass gives; ``commits`` says how
+    many tokens came at a time, that first one included.
     """
 
     token_ids: tuple[int, ...]
@@ -28,6 +30,7 @@ class Generation:
     accepted: int = 0
     drafted: int = 0
     finish_reason: FinishReason | None = None
+    commits: tuple[int, ...] = ()
 
     @property
     def decode_tokens(self) -> int:
@@ -49,12 +52,18 @@ class Generation:
         return self.decode_tokens / self.cycles if self.cycles else 0.0
 
 
-def greedy_request(prompt_ids: Sequence[int], max_tokens: int, *, speculation: bool, name: str) -> GenerationRequest:
+def bench_request(
+    prompt_ids: Sequence[int], max_tokens: int, *, speculation: bool, name: str, temperature: float = 0.0
+) -> GenerationRequest:
+    """Greedy, or sampled with a seed that is the prompt's: whoever answers it, the text is the same."""
+    sampling = GREEDY
+    if temperature > 0:
+        sampling = SamplingParams(seed=crc32(repr(tuple(prompt_ids)).encode()), temperature=temperature)
     return GenerationRequest(
         request_id=name,
         tenant="local",
         prompt_ids=tuple(prompt_ids),
-        sampling=GREEDY,
+        sampling=sampling,
         stop=StopConditions(max_tokens=max_tokens),
         speculation=speculation,
     )
@@ -70,10 +79,13 @@ async def measure(
     began = time.perf_counter()
     first = last = 0.0
     ids: list[int] = []
+    commits: list[int] = []
     async for commit in verifier.generate(request):
         last = time.perf_counter() - began
         if commit.token_ids and not ids:
             first = last
+        if commit.token_ids:
+            commits.append(len(commit.token_ids))
         ids.extend(commit.token_ids)
         if commit.text:
             on_text(commit.text)
@@ -83,7 +95,14 @@ async def measure(
             assert commit.usage is not None, "the last item of a stream carries its usage"
             accepted, rejected = commit.usage.accepted_prediction_tokens, commit.usage.rejected_prediction_tokens
             return Generation(
-                tuple(ids), first, last, commit.usage.cycles, accepted, accepted + rejected, commit.finish_reason
+                token_ids=tuple(ids),
+                first_token_s=first,
+                total_s=last,
+                cycles=commit.usage.cycles,
+                accepted=accepted,
+                drafted=accepted + rejected,
+                finish_reason=commit.finish_reason,
+                commits=tuple(commits),
             )
     raise Eagle2Error(f"The generation ended after {len(ids)} tokens without a reason.")
 

@@ -9,10 +9,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from eagle2.evaluation.acceptance import Acceptance
 from eagle2.evaluation.machine import Conditions
 from eagle2.evaluation.speed import Difference, Run, differences, ratio, speed_of
-from eagle2.evaluation.trees import shape_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,45 +111,15 @@ def speed_json(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def acceptance_table(results: Sequence[Acceptance]) -> str:
-    """One line a tree shape."""
-    depth = max(result.shape.depth for result in results)
-    head = ["tree", "tau", "cycles", *(f"depth {i}" for i in range(1, depth + 1))]
-    rows = []
-    for result in results:
-        shares = [f"{share:.0%}" for share in result.per_position]
-        blanks = [""] * (depth - len(shares))
-        rows.append([shape_name(result.shape), f"{result.tau:.2f}", str(result.cycles), *shares, *blanks])
-    return markdown_table(head, rows)
-
-
-def acceptance_json(results: Sequence[Acceptance]) -> list[dict[str, Any]]:
-    return [
-        {
-            "tree": shape_name(result.shape),
-            "tau": result.tau,
-            "tokens": result.tokens,
-            "cycles": result.cycles,
-            "accepted_per_position": list(result.per_position),
-            "prompts": {
-                name: {"tau": generation.tau, "tokens": len(generation.token_ids), "cycles": generation.cycles}
-                for name, generation in result.generations.items()
-            },
-        }
-        for result in results
-    ]
-
-
 def conditions_lines(conditions: Conditions, model: Mapping[str, Any]) -> str:
     """The circumstances as a list, so that a number never stands without them."""
     versions = ", ".join(f"{name} {number}" for name, number in conditions.versions.items())
-    asked = f"{model['prompts']} prompts of {model['prompt_source']}, {model['max_tokens']} tokens each, greedy"
     return "\n".join(
         (
             f"- Command: `{conditions.command}` at commit {conditions.commit}, {conditions.date}",
             f"- Machine: {conditions.cpu}, {conditions.cores} cores, {conditions.threads} threads, "
             f"load {conditions.load:.1f} at the start",
-            f"- Model: {model['target']} in {model['dtype']}, draft head: {model['draft'] or 'none'}; {asked}",
+            f"- Model: {model['target']} in {model['dtype']}, draft head: {model['draft'] or 'none'}; {model['asked']}",
             f"- Versions: {versions}",
         )
     )

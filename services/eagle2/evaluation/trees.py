@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from eagle2.config import Settings
 from eagle2.engine.assemble import build_engine, describe, load_checkpoint, load_draft_runner
 from eagle2.errors import ConfigError
-from eagle2.speculative.draft import TreeShape
+from eagle2.evaluation.foresight import ForesightLink
+from eagle2.speculative.draft import Policy, TreeShape, draft_trees
 from eagle2.transport.base import DraftHandler, ProposerLink
 from eagle2.transport.local import LocalLink
 from eagle2.transport.messages import DraftReply, DraftStep
 from eagle2.verifier.service import VerifierService
 from eagle2.verifier.start import new_incarnation
+
+# Slots for each sequence of a batch where they are not set, in tokens. Longer ones wait for a place.
+_TYPICAL_CONTEXT = 1536
 
 # Counts the root, which ``num_draft_tokens`` does not.
 PAPER = TreeShape(depth=6, top_k=10, num_nodes=60)
@@ -70,10 +74,15 @@ class ShapedEngine:
     """The engine of ``start_in_one_process`` with one set of weights for all tree shapes.
 
     ``shapes`` are those that will be asked for: slots are sized for the largest. Without a draft head there are
-    none, and everything is decoded plainly.
+    none, and everything is decoded plainly. ``observe`` wraps the link to the draft head, to watch whole trees pass.
     """
 
-    def __init__(self, settings: Settings, shapes: Sequence[TreeShape]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        shapes: Sequence[TreeShape],
+        observe: Callable[[ProposerLink], ProposerLink] = lambda link: link,
+    ) -> None:
         checkpoint = load_checkpoint(settings.model)
         engine = settings.engine
         if shapes:
@@ -85,26 +94,31 @@ class ShapedEngine:
             )
         if engine.kv_slots is None:
             trees = engine.max_sequences * (engine.num_draft_tokens + 1)
-            engine = replace(engine, kv_slots=checkpoint.max_model_len + trees)
+            context = max(checkpoint.max_model_len, engine.max_sequences * _TYPICAL_CONTEXT)
+            engine = replace(engine, kv_slots=context + trees)
         settings = replace(settings, engine=engine)
         self._link: ShapedLink | None = None
+        self.foresight: ForesightLink | None = None
         connect = None
         if shapes:
             incarnation = new_incarnation()
-            self._link = link = ShapedLink(load_draft_runner(settings, checkpoint, incarnation), shapes[0], incarnation)
+            self._drafter = load_draft_runner(settings, checkpoint, incarnation)
+            self._link = ShapedLink(self._drafter, shapes[0], incarnation)
+            self.foresight = foresight = ForesightLink(observe(self._link))
 
             def connect() -> ProposerLink:
-                return link
+                return foresight
 
         self.folder = checkpoint.folder
         self.settings = settings
         self.description = describe(settings, checkpoint)
         self.service = VerifierService(build_engine(settings, checkpoint, connect, new_incarnation()), self.description)
 
-    def use(self, shape: TreeShape) -> None:
-        """Draft trees of this shape from the next step on."""
+    def use(self, shape: TreeShape, policy: Policy = draft_trees) -> None:
+        """Draft trees of this shape, in this way, from the next step on. Nothing may be in the works."""
         assert self._link is not None, "an engine without a draft head has no trees"
         self._link.shape = shape
+        self._drafter.policy = policy
 
     def close(self) -> None:
         self.service.close()

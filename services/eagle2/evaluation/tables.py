@@ -1,0 +1,154 @@
+"""The tables of a bench, methods by tasks, made from its JSON: an old report can be written again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from eagle2.evaluation.acceptance import Acceptance, Cell, Lost, lost_in
+from eagle2.evaluation.methods import DRAFTING, PLAIN
+from eagle2.evaluation.report import markdown_table
+from eagle2.evaluation.results import Results
+
+Row = Mapping[str, Any]
+
+_TITLES = {
+    "plain": "plain",
+    "eagle1": "EAGLE-1, static tree",
+    "eagle2": "EAGLE-2",
+    "no_value": "EAGLE-2, no value",
+    "no_rerank": "EAGLE-2, no rerank",
+    "neither": "EAGLE-2, neither",
+}
+
+
+def results_json(results: Results) -> dict[str, Any]:
+    """Everything that was measured, for programs and plots.
+
+    ``tau``: a row for each temperature, task, method and tree. ``speed``: the same with ``times_plain`` (median over
+    the rounds of the ratio within a round). ``static``: the rates that EAGLE-1's trees are placed by, by depth and
+    rank. ``calibration``: reports by temperature. ``lost``: answers that are not those of plain decoding.
+    """
+    measured = results.acceptance
+    plain = {cell: measured.get(Cell(cell.temperature, cell.task, PLAIN)) for cell in measured}
+    compared = [(found, base) for cell, found in measured.items() if (base := plain[cell]) is not None]
+    lost = [difference for found, base in compared for difference in lost_in(found, base)]
+    return {
+        "tau": [_tau_row(found, base) for found, base in compared],
+        "speed": [row for values in results.speed.values() for row in values["rows"]],
+        "static": {"rates": results.rates, "visits": results.rate_visits},
+        "calibration": results.calibration,
+        "lossless": not lost and all(not values["lost"] for values in results.speed.values()),
+        "lost": [
+            *(_lost_row(difference) for difference in lost),
+            *({**row, "temperature": t} for (t, _), values in results.speed.items() for row in values["lost"]),
+        ],
+    }
+
+
+def tables_text(values: Mapping[str, Any]) -> str:
+    """All tables of ``results_json``, and whether the tokens are the same."""
+    parts = []
+    for temperature in dict.fromkeys(row["temperature"] for row in values["tau"]):
+        tau = [row for row in values["tau"] if row["temperature"] == temperature]
+        speed = [row for row in values["speed"] if row["temperature"] == temperature]
+        for tree in dict.fromkeys(row["tree"] for row in [*tau, *speed] if row["tree"]):
+            here = f"tree {tree}, temperature {temperature:g}"
+            own = [row for row in tau if row["tree"] == tree]
+            fast = [row for row in speed if row["tree"] == tree]
+            if own:
+                parts += [f"### Tokens per cycle (tau): {here}", _by_task(own, "tau")]
+            if fast:
+                parts += [f"### Times as fast as plain decoding: {here}", _by_task(fast, "times_plain")]
+                parts += [f"### Tokens per second: {here}", _rates_table(fast)]
+            if own:
+                parts += [f"### Share of cycles accepted so deep: {here}", _positions(own)]
+    parts.append(tokens_text(values))
+    return "\n\n".join(parts)
+
+
+def tokens_text(values: Mapping[str, Any]) -> str:
+    """Whether all methods gave the tokens of plain decoding, in a sentence."""
+    if values["lost"]:
+        first = values["lost"][0]
+        return (
+            f"NOT LOSSLESS: {len(values['lost'])} answers have other tokens than plain decoding; the first is "
+            f"{first['method']} with tree {first['tree']} on {first['turn']} at temperature "
+            f"{first['temperature']:g}, at position {first['position']}."
+        )
+    drafted = [row for row in values["tau"] if row["method"] != PLAIN]
+    answers = sum(row["answers"] for row in drafted) + sum(row["answers"] for row in values["speed"])
+    if not answers:
+        return "Nothing was drafted."
+    return f"All {answers} answers that were drafted for have exactly the tokens of plain decoding."
+
+
+def _by_task(rows: Sequence[Row], key: str) -> str:
+    """Methods by tasks, and the mean over the tasks where all of them are there."""
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    head = ["", *tasks, *(["mean"] if len(tasks) > 1 else [])]
+    lines = []
+    for method in _methods(rows):
+        of_task = {row["task"]: row[key] for row in rows if row["method"] == method}
+        cells = [f"{of_task[task]:.2f}" if task in of_task else "" for task in tasks]
+        if len(tasks) > 1:
+            cells.append(f"{fmean(of_task.values()):.2f}" if len(of_task) == len(tasks) else "")
+        lines.append([_TITLES[method], *cells])
+    return markdown_table(head, lines)
+
+
+def _rates_table(rows: Sequence[Row]) -> str:
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    plain = {row["task"]: row["plain_decode_rate"] for row in rows}
+    lines = [[_TITLES[PLAIN], *(f"{plain[task]:.1f}" for task in tasks)]]
+    for method in _methods(rows):
+        of_task = {row["task"]: row["decode_rate"] for row in rows if row["method"] == method}
+        lines.append([_TITLES[method], *(f"{of_task[task]:.1f}" if task in of_task else "" for task in tasks)])
+    return markdown_table(["", *tasks], lines)
+
+
+def _positions(rows: Sequence[Row]) -> str:
+    """All tasks together, weighted by their cycles."""
+    depth = max(len(row["accepted_per_position"]) for row in rows)
+    lines = []
+    for method in _methods(rows):
+        own = [row for row in rows if row["method"] == method]
+        cycles = sum(row["cycles"] for row in own) or 1
+        shares = [sum(row["cycles"] * row["accepted_per_position"][d] for row in own) / cycles for d in range(depth)]
+        lines.append([_TITLES[method], *(f"{share:.1%}" for share in shares)])
+    return markdown_table(["", *(f"depth {d}" for d in range(1, depth + 1))], lines)
+
+
+def _methods(rows: Sequence[Row]) -> list[str]:
+    found = {row["method"] for row in rows}
+    return [method for method in (PLAIN, *DRAFTING) if method in found]
+
+
+def _tau_row(measured: Acceptance, plain: Acceptance) -> dict[str, Any]:
+    cell = measured.cell
+    depth = int(cell.tree.split("/")[1]) if cell.tree else 0
+    return {
+        "temperature": cell.temperature,
+        "task": cell.task,
+        "method": cell.method,
+        "tree": cell.tree,
+        "tau": measured.tau,
+        "tokens": measured.tokens,
+        "cycles": measured.cycles,
+        "answers": len(measured.turns),
+        "accepted_per_position": list(measured.per_position(depth)),
+        "lossless": not lost_in(measured, plain),
+    }
+
+
+def _lost_row(lost: Lost) -> dict[str, Any]:
+    cell = lost.cell
+    return {
+        "temperature": cell.temperature,
+        "task": cell.task,
+        "method": cell.method,
+        "tree": cell.tree,
+        "turn": lost.turn,
+        "position": lost.position,
+    }
