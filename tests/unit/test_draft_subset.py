@@ -53,14 +53,14 @@ class Watched:
 
 
 def tree_of(handler: DraftHandler, dtype: torch.dtype = torch.float32, *, depth: int = 3, top_k: int = 4) -> DraftTree:
-    features = torch.randn(9, 96, generator=torch.Generator().manual_seed(3)).to(dtype)
+    features = torch.randn(9, 64, generator=torch.Generator().manual_seed(3)).to(dtype)
     entry = DraftEntry(1, 0, 0, features, torch.tensor(list(b"the queen")))
     (tree,) = handler.handle(DraftStep(2, 0, depth, top_k, 12, (entry,))).trees
     return tree
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("ids", [[EOS], [32, EOS], LETTERS, list(range(97, 123))], ids=["1", "2", "7", "26"])
+@pytest.mark.parametrize("ids", [[EOS], LETTERS, list(range(97, 123))], ids=["1", "7", "26"])
 def test_answers_are_those_without_speculation(ids: list[int], dtype: torch.dtype) -> None:
     sampling: tuple[dict[str, object], ...] = (
         {},
@@ -206,7 +206,7 @@ def test_the_proposer_service_drafts_from_the_subset(write_pair: Callable[..., S
             link = NodeLink.connect(
                 service.metadata()["socket"], verifier_incarnation=2, fingerprint=fingerprint, timeout_s=10
             )
-            entry = DraftEntry(1, 0, 0, torch.randn(5, 96), torch.tensor(list(b"the q")))
+            entry = DraftEntry(1, 0, 0, torch.randn(5, 64), torch.tensor(list(b"the q")))
             link.send(DraftStep(2, 0, 3, 4, 12, (entry,)))
             reply = link.receive(30.0)
             link.close()
