@@ -22,6 +22,7 @@ from eagle2.evaluation.calibration import (
     log_loss,
     reliability,
 )
+from eagle2.evaluation.calibration_table import calibration_text
 from eagle2.evaluation.observations import CalibrationRecorder, Observations, Samples
 from eagle2.evaluation.recalibration import (
     Recalibration,
@@ -120,6 +121,7 @@ def test_the_next_message_says_which_nodes_were_accepted() -> None:
         (5, 2, 0.25, False),
         (5, 3, 0.9, False),
     ]
+    assert rows(seen.first_choices()) == [(5, 1, 0.6, True), (5, 2, 0.5, True), (5, 3, 0.9, False)]
     assert rows(seen.paths()) == [
         (5, 1, 0.6, True),
         (5, 1, 0.3, False),
@@ -334,8 +336,8 @@ def as_observations(samples: Samples) -> Observations:
     for row, depth in enumerate(samples.depth.tolist()):
         confidences[row, : depth - 1] = 1.0
         confidences[row, depth - 1] = samples.probability[row]
-    reached = np.ones(len(samples), dtype=np.bool_)
-    return Observations(samples.sequence, samples.depth, confidences, reached, samples.accepted, 7, 2)
+    yes = np.ones(len(samples), dtype=np.bool_)
+    return Observations(samples.sequence, samples.depth, confidences, yes, samples.accepted, yes, 7, 2)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -384,6 +386,19 @@ def test_the_report_measures_on_texts_that_were_not_fitted() -> None:
         assert held_out[after]["ece"] < 0.02
         assert held_out[after]["log_loss"] < held_out["before"]["log_loss"]
     json.dumps(report)
+
+
+def test_the_table_has_what_was_measured_before_and_after() -> None:
+    report = calibration_report(as_observations(sharpened(20_000, 2.0)))
+    shown = calibration_text({"0": report})
+    held_out = report["recalibration"]["held_out"]
+    for name in ("before", "after", "paths_after"):
+        assert f"| {held_out[name]['ece']:.4f} |" in shown
+    assert "7 trees; 2 more were the last of an answer" in shown
+    assert f"log-odds: {report['recalibration']['temperature']:.2f} for all depths" in shown
+    alone = calibration_text({"1": calibration_report(as_observations(sharpened(500, 2.0, sequences=1)))})
+    assert "temperature 1\n" in alone
+    assert "held-out" not in alone
 
 
 def test_one_text_alone_gives_errors_and_no_recalibration() -> None:

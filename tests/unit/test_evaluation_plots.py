@@ -23,11 +23,11 @@ def calibration(sequences: int) -> dict[str, Any]:
     confidence = random.uniform(size=400)
     index = np.arange(400)
     accepted = random.uniform(size=400) < confidence
-    return calibration_report(
-        Observations(
-            index % sequences, np.ones(400, dtype=np.int64), confidence[:, None], index >= 0, accepted, 40, sequences
-        )
+    depth, yes = np.ones(400, dtype=np.int64), np.ones(400, dtype=np.bool_)
+    seen = Observations(
+        index % sequences, depth, confidence[:, None], yes, accepted, yes, trees=40, unobserved=sequences
     )
+    return calibration_report(seen)
 
 
 @pytest.fixture

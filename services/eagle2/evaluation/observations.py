@@ -43,6 +43,7 @@ class Observations:
     confidences: (N, D) float64, of the nodes on the path to each node, itself at column ``depth - 1``, NaN behind it.
     reached: the parent was accepted, so that the target chose among this node and its siblings.
     accepted: the node itself was. A node that was not reached was not accepted.
+    first: no sibling had more confidence.
     trees: how many trees the tokens behind their root are known of; unobserved: of how many they are not.
     """
 
@@ -51,6 +52,7 @@ class Observations:
     confidences: Floats
     reached: Booleans
     accepted: Booleans
+    first: Booleans
     trees: int
     unobserved: int
 
@@ -58,6 +60,10 @@ class Observations:
         """The draft's confidence in each token that the target decided on (the paper's figure 6)."""
         own = self.confidences[np.arange(len(self.depth)), self.depth - 1]
         return Samples(self.sequence, self.depth, own, self.accepted).where(self.reached)
+
+    def first_choices(self) -> Samples:
+        """Of ``steps``, the likeliest token of each place: the top label of a classifier."""
+        return self.steps().where(self.first[self.reached])
 
     def paths(self) -> Samples:
         """The value of every node: the product of the confidences down to it, by which trees are grown and cut."""
@@ -71,8 +77,16 @@ class Observations:
         return self._where(first), self._where(~first)
 
     def _where(self, keep: Booleans) -> Observations:
-        rows = self.sequence[keep], self.depth[keep], self.confidences[keep], self.reached[keep], self.accepted[keep]
-        return Observations(*rows, trees=self.trees, unobserved=self.unobserved)
+        return Observations(
+            sequence=self.sequence[keep],
+            depth=self.depth[keep],
+            confidences=self.confidences[keep],
+            reached=self.reached[keep],
+            accepted=self.accepted[keep],
+            first=self.first[keep],
+            trees=self.trees,
+            unobserved=self.unobserved,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +130,7 @@ class CalibrationRecorder:
                 confidences=np.array(padded, dtype=np.float64).reshape(len(padded), deepest),
                 reached=np.array(self._reached, dtype=np.bool_),
                 accepted=np.array(self._accepted, dtype=np.bool_),
+                first=np.array(self._first, dtype=np.bool_),
                 trees=self._trees,
                 unobserved=self._unobserved,
             )
@@ -171,6 +186,10 @@ class CalibrationRecorder:
         unknown: set[int] = set() if ended else {path[-1]}
         accepted = set(path)
         confidences: list[list[float]] = [[]]
+        best: dict[int, int] = {}  # by parent: its likeliest child
+        for node, (parent, score) in enumerate(zip(tree.parents, tree.scores, strict=True), start=1):
+            if parent not in best or score > tree.scores[best[parent] - 1]:
+                best[parent] = node
         for node, (parent, score) in enumerate(zip(tree.parents, tree.scores, strict=True), start=1):
             above = 0.0 if parent == 0 else tree.scores[parent - 1]
             confidences.append([*confidences[parent], float(np.exp(min(score - above, 0.0)))])
@@ -181,6 +200,7 @@ class CalibrationRecorder:
             self._confidences.append(confidences[node])
             self._reached.append(parent in accepted)
             self._accepted.append(node in accepted)
+            self._first.append(node == best[parent])
 
     def _forget(self, sequence: int) -> None:
         self._asked.pop(sequence, None)
@@ -198,6 +218,7 @@ class CalibrationRecorder:
         self._confidences: list[list[float]] = []
         self._reached: list[bool] = []
         self._accepted: list[bool] = []
+        self._first: list[bool] = []
         self._trees = self._unobserved = 0
 
 

@@ -92,7 +92,8 @@ def fit_recalibration(samples: Samples) -> Recalibration:
 def calibration_report(observations: Observations) -> dict[str, Any]:
     """Everything that is known of a head's calibration, for the bench's JSON.
 
-    ``steps`` and ``paths`` are measured on all samples. ``recalibration`` is fitted on all samples too; its errors
+    ``steps`` (every drafted token that the target decided on), ``first_choices`` (of these the likeliest of its place)
+    and ``paths`` (whole paths) are measured on all samples. ``recalibration`` is fitted on all samples too; its errors
     ``before`` and ``after`` are of one half of the sequences, with a fit on the other half. It is None where there are
     no two sequences. Raises ``ConfigError`` where nothing was observed.
     """
@@ -100,6 +101,7 @@ def calibration_report(observations: Observations) -> dict[str, Any]:
         "trees": observations.trees,
         "unobserved": observations.unobserved,
         "steps": calibration_json(observations.steps()),
+        "first_choices": calibration_json(observations.first_choices()),
         "paths": calibration_json(observations.paths()),
         "recalibration": None,
     }
