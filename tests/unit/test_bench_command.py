@@ -83,23 +83,6 @@ def test_a_baseline_that_differs_is_reported_with_the_gap_and_fails_nothing(
     assert expected in capsys.readouterr().out
 
 
-def test_acceptance_alone_is_measured_by_shape(
-    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--tau-only", "--max-tokens", "40", "--shapes", "2/1/2,8/4/4,paper", "--out", str(tmp_path)]
-    assert main(["bench", *options, *flags]) == 0
-    table = [[c.strip() for c in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()[:5]]
-    assert [row[0] for row in table[2:]] == ["2/1/2", "8/4/4", "59/6/10"]
-    values = json.loads((tmp_path / "acceptance.json").read_text())
-    shallow, small, large = values["results"]
-    assert 1.0 < shallow["tau"] <= 2.0
-    assert shallow["tau"] < small["tau"] < large["tau"] <= 7.0
-    assert all(result["tokens"] == 3 * 39 for result in values["results"])
-    assert len(large["accepted_per_position"]) == 6
-    assert large["accepted_per_position"] == sorted(large["accepted_per_position"], reverse=True)
-    assert set(small["prompts"]) == {"asked/1", "asked/2", "asked/3"}
-
-
 def test_a_changed_token_is_reported_and_fails(
     flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,7 +111,7 @@ def test_without_a_draft_head_two_systems_remain(flags: list[str], capsys: pytes
     assert main(["bench", "--tau-only", *flags, *options]) == 1
     assert main(["bench", "--shapes", "8/4/4", *flags, *options]) == 1
     refused = capsys.readouterr().err.splitlines()
-    assert refused[0].endswith("--tau-only measures a draft head, and --draft is none.")
+    assert refused[0].endswith("Tables of methods and --tau-only measure a draft head, and --draft is none.")
     assert refused[1].endswith("--shapes compares trees of a draft head, and --draft is none.")
 
 

@@ -13,8 +13,8 @@ from eagle2.transport.messages import DraftTree
 _PROBED = 16
 # As many visits as this count at the average of all depths, so that a depth that was hardly reached is not believed.
 _PRIOR_VISITS = 20.0
-# Which places are probed is settled by rates that halve with each rank.
-_GUESSED: Rates = (tuple(0.5**rank for rank in range(1, 33)),)
+# By these rates the places that are probed are chosen: wide at the top, and one path down to the sixth level.
+_GUESSED: Rates = (tuple(0.6 * 0.4**rank for rank in range(32)),)
 
 
 def probing_tree(depth: int, top_k: int) -> StaticTree:

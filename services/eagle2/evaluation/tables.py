@@ -50,7 +50,7 @@ def results_json(results: Results) -> dict[str, Any]:
 def tables_text(values: Mapping[str, Any]) -> str:
     """All tables of ``results_json``, and whether the tokens are the same."""
     parts = []
-    for temperature in dict.fromkeys(row["temperature"] for row in values["tau"]):
+    for temperature in dict.fromkeys(row["temperature"] for row in [*values["tau"], *values["speed"]]):
         tau = [row for row in values["tau"] if row["temperature"] == temperature]
         speed = [row for row in values["speed"] if row["temperature"] == temperature]
         for tree in dict.fromkeys(row["tree"] for row in [*tau, *speed] if row["tree"]):
@@ -64,6 +64,8 @@ def tables_text(values: Mapping[str, Any]) -> str:
                 parts += [f"### Tokens per second: {here}", _rates_table(fast)]
             if own:
                 parts += [f"### Share of cycles accepted so deep: {here}", _positions(own)]
+    if values["calibration"]:
+        parts += ["### Calibration of the draft's confidence (expected calibration error)", _calibration(values)]
     parts.append(tokens_text(values))
     return "\n\n".join(parts)
 
@@ -118,6 +120,19 @@ def _positions(rows: Sequence[Row]) -> str:
         shares = [sum(row["cycles"] * row["accepted_per_position"][d] for row in own) / cycles for d in range(depth)]
         lines.append([_TITLES[method], *(f"{share:.1%}" for share in shares)])
     return markdown_table(["", *(f"depth {d}" for d in range(1, depth + 1))], lines)
+
+
+def _calibration(values: Mapping[str, Any]) -> str:
+    """Before and after recalibration both on texts that it was not fitted on, where there were enough."""
+    head = ["", "trees", "tokens", "confidence", "accepted", "error", "held out", "recalibrated"]
+    lines = []
+    for temperature, report in values["calibration"].items():
+        steps, found = report["steps"], report["recalibration"]
+        held_out = [f"{found['held_out'][key]['ece']:.3f}" for key in ("before", "after")] if found else ["", ""]
+        means = [f"{steps[key]:.3f}" for key in ("confidence", "acceptance", "ece")]
+        counts = [str(report["trees"]), str(steps["count"])]
+        lines.append([f"temperature {temperature}", *counts, *means, *held_out])
+    return markdown_table(head, lines)
 
 
 def _methods(rows: Sequence[Row]) -> list[str]:
