@@ -19,6 +19,7 @@ from eagle2.evaluation.tables import results_json, tables_text
 from eagle2.speculative.draft import TreeShape
 
 CALIBRATION = {
+    "tree": "4/3/2",
     "trees": 3,
     "steps": {"count": 40, "confidence": 0.5, "acceptance": 0.6, "ece": 0.11},
     "recalibration": {"held_out": {"before": {"ece": 0.12}, "after": {"ece": 0.03}}},
@@ -54,9 +55,9 @@ def test_tau_stands_by_method_and_task_with_its_mean() -> None:
     values = results_json(recorded(Results(None, IDENTITY)))
     text = tables_text(values)
     head, _, *rows = cells(text, "Tokens per cycle (tau): tree 4/3/2, temperature 0")
-    assert head == ["", "qa", "sum", "mean"]
+    assert head == ["", "sum", "qa", "mean"]  # as tasks are listed
     # A method without all tasks has no mean.
-    assert rows == [["EAGLE-2", "3.00", "2.00", "2.50"], ["EAGLE-2, no value", "2.00", "", ""]]
+    assert rows == [["EAGLE-2", "2.00", "3.00", "2.50"], ["EAGLE-2, no value", "", "2.00", ""]]
     head, _, *rows = cells(text, "Share of cycles accepted so deep: tree 4/3/2, temperature 0")
     # Four cycles of three tokens, and six of which half are of one and half of three.
     assert rows[0] == ["EAGLE-2", "70.0%", "70.0%", "0.0%"]
@@ -94,7 +95,7 @@ def test_a_token_that_plain_decoding_does_not_have_is_reported() -> None:
     results.add_acceptance(measured("sum", "eagle1", [2], length=11))
     values = results_json(results)
     assert not values["lossless"]
-    assert [row["lossless"] for row in values["tau"]] == [True] * 5 + [False]
+    assert {(row["task"], row["method"]) for row in values["tau"] if not row["lossless"]} == {("sum", "eagle1")}
     assert values["lost"] == [
         {"temperature": 0.0, "task": "sum", "method": "eagle1", "tree": "4/3/2", "turn": "sum/1", "position": 11}
     ]
@@ -104,6 +105,7 @@ def test_a_token_that_plain_decoding_does_not_have_is_reported() -> None:
 
 def test_what_a_killed_run_had_is_there_for_the_next(tmp_path: Path) -> None:
     first = recorded(Results(tmp_path, IDENTITY))
+    assert list(first.acceptance) != sorted(first.acceptance, key=lambda cell: cell.name)  # as files are read
     first.add_rates(((0.5, 0.25), (0.5, 0.0)), [4, 2])
     first.add_speed(1.0, "qa", {"rows": [], "lost": []})
     first.add_calibration(0.0, CALIBRATION)
@@ -116,9 +118,8 @@ def test_what_a_killed_run_had_is_there_for_the_next(tmp_path: Path) -> None:
     table = cells(
         tables_text(results_json(second)), "Calibration of the draft's confidence (expected calibration error)"
     )
-    assert table[2] == ["temperature 0", "3", "40", "0.500", "0.600", "0.110", "0.120", "0.030"]
-    by_cell = {(row["task"], row["method"]): row for row in results_json(first)["tau"]}
-    assert {(row["task"], row["method"]): row for row in results_json(second)["tau"]} == by_cell
+    assert table[2] == ["temperature 0, 4/3/2", "3", "40", "0.500", "0.600", "0.110", "0.120", "0.030"]
+    assert results_json(second)["tau"] == results_json(first)["tau"]
 
 
 def test_results_of_something_else_do_not_mix(tmp_path: Path) -> None:

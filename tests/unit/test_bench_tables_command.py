@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from eagle2.cli import main
+from eagle2.evaluation.speed_cells import SpeedMeasurement
 from eagle2.protocol import Commit, GenerationRequest
 from eagle2.verifier.service import VerifierService
 from fakes.checkpoints import golden_head, write_golden_target
@@ -118,12 +119,12 @@ def test_methods_are_timed_beside_plain_decoding(
     rows = _values(tmp_path)["speed"]
     assert [(row["task"], row["method"], row["tree"]) for row in rows] == [
         (task, method, tree)
+        for tree in ("8/4/4", "2/1/2")
         for task in ("mt_bench", "qa")
         for method in ("eagle2", "no_rerank")
-        for tree in ("8/4/4", "2/1/2")
     ]
     # One question of two turns, one of one turn, two rounds each.
-    assert [row["answers"] for row in rows] == [4] * 4 + [2] * 4
+    assert [row["answers"] for row in rows] == [4, 4, 2, 2] * 2
     for row in rows:
         assert len(row["decode_rates"]) == len(row["plain_decode_rates"]) == 2
         assert row["times_plain"] > 0
@@ -166,3 +167,18 @@ def test_what_cannot_be_measured_is_refused_before_anything_is_loaded(
     shown = capsys.readouterr().err
     assert sentence in shown
     assert "Loading" not in shown
+
+
+def test_whoever_stops_early_has_what_was_measured(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(self: SpeedMeasurement, runner: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SpeedMeasurement, "run", interrupted)
+    options = ["--fast", "--methods", "eagle2", "--shapes", "2/1/2", "--temperatures", "0", "--limit", "1"]
+    assert main(["bench", *flags, *options, "--out", str(tmp_path)]) == 130
+    shown = capsys.readouterr()
+    assert "Interrupted: this is what was measured so far." in shown.err
+    assert "### Tokens per cycle (tau): tree 2/1/2, temperature 0" in shown.out
+    assert {row["method"] for row in _values(tmp_path)["tau"]} == {"plain", "eagle2"}

@@ -18,7 +18,7 @@ from eagle2.errors import ConfigError
 from eagle2.evaluation.comparison import compare
 from eagle2.evaluation.machine import Conditions
 from eagle2.evaluation.measure import wait_until_paired
-from eagle2.evaluation.methods import DRAFTING, EAGLE2, parse_methods
+from eagle2.evaluation.methods import EAGLE2, parse_methods
 from eagle2.evaluation.observations import CalibrationRecorder
 from eagle2.evaluation.plan import Plan
 from eagle2.evaluation.plots import write_plots
@@ -117,10 +117,15 @@ def _tables(args: argparse.Namespace, settings: Settings) -> int:
         conditions = Conditions.now(load)
         limit = args.limit or _TABLE_LIMIT
         results = Results(args.out, {**_identity(engine, args.max_tokens), "limit": limit})
-        with asyncio.Runner() as runner:
-            runner.run(wait_until_paired(engine.service))
-            runner.run(TauMeasurement(engine, plan, results, recorder).run())
-            SpeedMeasurement(engine, plan, results).run(runner)
+        interrupted = False
+        try:
+            with asyncio.Runner() as runner:
+                runner.run(wait_until_paired(engine.service))
+                runner.run(TauMeasurement(engine, plan, results, recorder).run())
+                SpeedMeasurement(engine, plan, results).run(runner)
+        except KeyboardInterrupt:
+            interrupted = True
+            say("Interrupted: this is what was measured so far.")
         tasks = ", ".join(f"{task.task} {len(task.questions)}" for task in plan.tasks)
         model = {
             **_model(engine, args.max_tokens),
@@ -133,6 +138,8 @@ def _tables(args: argparse.Namespace, settings: Settings) -> int:
     if args.out:
         for path in _plot(values, args.out):
             say(f"wrote {path}")
+    if interrupted:
+        return 130
     return 0 if values["lossless"] else 1
 
 
@@ -152,7 +159,8 @@ def _plan(args: argparse.Namespace, settings: Settings) -> Plan:
         speed_methods = parse_methods(args.speed_methods or EAGLE2)
     return Plan(
         tasks=[task.limited(args.limit or _TABLE_LIMIT) for task in tasks],
-        methods=DRAFTING if args.methods is None else parse_methods(args.methods),
+        # The one that matters first: whoever stops early has it.
+        methods=sorted(parse_methods(args.methods or "all"), key=lambda method: method != EAGLE2),
         shapes=_shapes(args.shapes, settings, default),
         temperatures=_temperatures(args.temperatures or "0,1"),
         max_tokens=args.max_tokens,
@@ -207,12 +215,12 @@ def _identity(engine: ShapedEngine, max_tokens: int) -> dict[str, Any]:
 
 
 def _plot(values: dict[str, Any], out: Path) -> list[Path]:
-    """Pictures of one tree each; calibration is of the first tree."""
+    """Pictures, a folder for each tree."""
     trees = list(dict.fromkeys(row["tree"] for row in [*values["tau"], *values["speed"]] if row["tree"]))
     written = []
-    for place, tree in enumerate(trees):
+    for tree in trees:
         own: dict[str, Any] = {key: [row for row in values[key] if row["tree"] == tree] for key in ("tau", "speed")}
-        own["calibration"] = values["calibration"] if place == 0 else {}
+        own["calibration"] = {t: report for t, report in values["calibration"].items() if report["tree"] == tree}
         written += write_plots(own, out / f"plots-{tree.replace('/', '-')}")
     return written
 

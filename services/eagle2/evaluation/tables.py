@@ -8,11 +8,13 @@ from typing import Any
 
 from eagle2.evaluation.acceptance import Acceptance, Cell, Lost, lost_in
 from eagle2.evaluation.methods import DRAFTING, PLAIN
+from eagle2.evaluation.questions import TASKS
 from eagle2.evaluation.report import markdown_table
 from eagle2.evaluation.results import Results
 
 Row = Mapping[str, Any]
 
+_KEYS = ("temperature", "task", "method", "tree")
 _TITLES = {
     "plain": "plain",
     "eagle1": "EAGLE-1, static tree",
@@ -33,10 +35,12 @@ def results_json(results: Results) -> dict[str, Any]:
     measured = results.acceptance
     plain = {cell: measured.get(Cell(cell.temperature, cell.task, PLAIN)) for cell in measured}
     compared = [(found, base) for cell, found in measured.items() if (base := plain[cell]) is not None]
+    compared.sort(key=lambda pair: _place(pair[0].cell))
     lost = [difference for found, base in compared for difference in lost_in(found, base)]
+    raced = [row for values in results.speed.values() for row in values["rows"]]
     return {
         "tau": [_tau_row(found, base) for found, base in compared],
-        "speed": [row for values in results.speed.values() for row in values["rows"]],
+        "speed": sorted(raced, key=lambda row: _place(Cell(*(row[key] for key in _KEYS)))),
         "static": {"rates": results.rates, "visits": results.rate_visits},
         "calibration": results.calibration,
         "lossless": not lost and all(not values["lost"] for values in results.speed.values()),
@@ -131,7 +135,7 @@ def _calibration(values: Mapping[str, Any]) -> str:
         held_out = [f"{found['held_out'][key]['ece']:.3f}" for key in ("before", "after")] if found else ["", ""]
         means = [f"{steps[key]:.3f}" for key in ("confidence", "acceptance", "ece")]
         counts = [str(report["trees"]), str(steps["count"])]
-        lines.append([f"temperature {temperature}", *counts, *means, *held_out])
+        lines.append([f"temperature {temperature}, {report['tree']}", *counts, *means, *held_out])
     return markdown_table(head, lines)
 
 
@@ -144,10 +148,7 @@ def _tau_row(measured: Acceptance, plain: Acceptance) -> dict[str, Any]:
     cell = measured.cell
     depth = int(cell.tree.split("/")[1]) if cell.tree else 0
     return {
-        "temperature": cell.temperature,
-        "task": cell.task,
-        "method": cell.method,
-        "tree": cell.tree,
+        **{key: getattr(cell, key) for key in _KEYS},
         "tau": measured.tau,
         "tokens": measured.tokens,
         "cycles": measured.cycles,
@@ -157,13 +158,12 @@ def _tau_row(measured: Acceptance, plain: Acceptance) -> dict[str, Any]:
     }
 
 
+def _place(cell: Cell) -> tuple[float, int, int, str, int]:
+    """The order of rows: the largest tree first, tasks and methods as they are listed."""
+    nodes = -int(cell.tree.split("/")[0]) if cell.tree else 0
+    task = TASKS.index(cell.task) if cell.task in TASKS else len(TASKS)
+    return cell.temperature, nodes, task, cell.task, (PLAIN, *DRAFTING).index(cell.method)
+
+
 def _lost_row(lost: Lost) -> dict[str, Any]:
-    cell = lost.cell
-    return {
-        "temperature": cell.temperature,
-        "task": cell.task,
-        "method": cell.method,
-        "tree": cell.tree,
-        "turn": lost.turn,
-        "position": lost.position,
-    }
+    return {**{key: getattr(lost.cell, key) for key in _KEYS}, "turn": lost.turn, "position": lost.position}

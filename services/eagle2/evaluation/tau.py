@@ -16,7 +16,7 @@ from eagle2.evaluation.questions import Question
 from eagle2.evaluation.ranks import RankCounter, probing_tree
 from eagle2.evaluation.recalibration import calibration_report
 from eagle2.evaluation.results import Results
-from eagle2.evaluation.trees import ShapedEngine
+from eagle2.evaluation.trees import ShapedEngine, shape_name
 from eagle2.speculative.draft import TreeShape
 from eagle2.training.progress import Progress
 
@@ -44,8 +44,8 @@ class TauMeasurement:
         grid = [
             (t, method, shape, plan.cells(t, method, shape))
             for t in plan.temperatures
-            for method in plan.methods
             for shape in plan.shapes
+            for method in plan.methods
         ]
         cells = [*plan.plain_cells(), *(cell for *_, cells in grid for cell in cells)]
         self._total = sum(self._cost(cell) for cell in self._missing(cells))
@@ -64,7 +64,8 @@ class TauMeasurement:
             # Trees of a part of the tasks are not what the head's calibration is.
             observed = self._recorder.take()
             if method == EAGLE2 and shape == plan.shapes[0] and missing == cells and len(observed.steps()):
-                self._results.add_calibration(temperature, calibration_report(observed))
+                report = {"tree": shape_name(shape), **calibration_report(observed)}
+                self._results.add_calibration(temperature, report)
             if plan.fast:
                 await self._check(missing[0])
 
