@@ -6,7 +6,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,13 +22,13 @@ from eagle2.evaluation.calibration import (
     log_loss,
     reliability,
 )
-from eagle2.evaluation.calibration_table import calibration_text
 from eagle2.evaluation.observations import CalibrationRecorder, Observations, Samples
 from eagle2.evaluation.recalibration import (
+    Line,
     Recalibration,
     calibration_report,
+    fit_line,
     fit_recalibration,
-    fit_temperature,
     read_recalibration,
     write_recalibrations,
 )
@@ -323,10 +323,10 @@ def test_without_observations_there_is_no_calibration() -> None:
     assert len(nothing.paths()) == 0
 
 
-def sharpened(count: int, temperature: float, sequences: int = 40, seed: int = 1) -> Samples:
-    """Outcomes drawn with p, predictions sigmoid(logit(p) * temperature): what undoes them is known."""
+def sharpened(count: int, temperature: float, sequences: int = 40, seed: int = 1, bias: float = 0.0) -> Samples:
+    """Outcomes drawn with p, predictions sigmoid(logit(p) * temperature - bias): what undoes them is known."""
     right = perfect(count, seed)
-    odds = np.log(right.probability / (1 - right.probability)) * temperature
+    odds = np.log(right.probability / (1 - right.probability)) * temperature - bias
     return Samples(np.arange(count) % sequences, right.depth, 1 / (1 + np.exp(-odds)), right.accepted)
 
 
@@ -340,16 +340,18 @@ def as_observations(samples: Samples) -> Observations:
     return Observations(samples.sequence, samples.depth, confidences, yes, samples.accepted, yes, 7, 2)
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_a_known_temperature_is_found(temperature: float) -> None:
-    samples = sharpened(40_000, temperature)
-    assert fit_temperature(samples.probability, samples.accepted) == pytest.approx(temperature, rel=0.03)
-    assert log_loss(samples.probability, samples.accepted) >= log_loss(
-        fit_recalibration(samples).probability(samples.probability, samples.depth), samples.accepted
-    )
+@pytest.mark.parametrize(("temperature", "bias"), [(0.5, 0.0), (1.0, 0.0), (2.0, 0.0), (1.25, -1.0)])
+def test_a_known_temperature_and_bias_are_found(temperature: float, bias: float) -> None:
+    samples = sharpened(40_000, temperature, bias=bias)
+    found = fit_line(samples.probability, samples.accepted)
+    assert 1 / found.slope == pytest.approx(temperature, rel=0.03)
+    assert found.bias == pytest.approx(bias / temperature, abs=0.04)
+    again = fit_recalibration(samples).of_tokens(samples)
+    assert log_loss(again.probability, again.accepted) <= log_loss(samples.probability, samples.accepted)
+    assert calibration_of(again).ece < 0.01
 
 
-def test_each_depth_has_its_own_temperature_where_samples_are_enough() -> None:
+def test_each_depth_has_its_own_line_where_samples_are_enough() -> None:
     first, second = sharpened(20_000, 2.0), sharpened(20_000, 0.5, seed=2)
     few = sharpened(60, 1.0)
     joined = Samples(
@@ -359,46 +361,33 @@ def test_each_depth_has_its_own_temperature_where_samples_are_enough() -> None:
         accepted=np.concatenate([first.accepted, second.accepted, few.accepted]),
     )
     found = fit_recalibration(joined)
-    assert found.by_depth == (pytest.approx(2.0, rel=0.05), pytest.approx(0.5, rel=0.05))
-    # Odds of 4 to 1: the square root at depth 1, the square at depth 2, all depths' temperature behind.
-    scaled = found.probability(np.array([0.8, 0.8, 0.8]), np.array([1, 2, 9]))
-    odds = [4 ** (1 / t) for t in (*found.by_depth, found.temperature)]
-    assert scaled == pytest.approx([x / (1 + x) for x in odds])
+    assert [line.slope for line in found.by_depth] == pytest.approx([0.5, 2.0], rel=0.05)
+    assert 0.5 < found.overall.slope < 2.0
+    by_hand = Recalibration(Line(1.0, math.log(2)), (Line(0.5), Line(2.0)))
+    # Odds of 4 to 1: the square root at depth 1, the square at depth 2, twice the odds behind.
+    assert by_hand.probability(np.full(3, 0.8), np.array([1, 2, 9])) == pytest.approx([2 / 3, 16 / 17, 8 / 9])
 
 
 def test_values_are_products_of_recalibrated_confidences() -> None:
-    halving = Recalibration(1.0, (0.5,))
-    values = halving.values(np.array([[0.8, 0.5], [0.8, np.nan]]))
+    squaring = Recalibration(Line(), (Line(2.0),))
+    values = squaring.values(np.array([[0.8, 0.5], [0.8, np.nan]]))
     assert values == pytest.approx([16 / 17 * 0.5, 16 / 17])
-    assert Recalibration(1.0).values(np.array([[0.0, 0.5], [1.0, np.nan]])) == pytest.approx([0.0, 1.0], abs=1e-5)
+    assert Recalibration(Line()).values(np.array([[0.0, 0.5], [1.0, np.nan]])) == pytest.approx([0.0, 1.0], abs=1e-5)
 
 
 def test_the_report_measures_on_texts_that_were_not_fitted() -> None:
     report = calibration_report(as_observations(sharpened(20_000, 2.0)))
     assert (report["trees"], report["unobserved"]) == (7, 2)
     recalibration = report["recalibration"]
-    assert recalibration["temperature"] == pytest.approx(2.0, rel=0.05)
+    assert recalibration["overall"]["slope"] == pytest.approx(0.5, rel=0.05)
     held_out = recalibration["held_out"]
     assert held_out["sequences"] == 20
     assert held_out["before"]["count"] == held_out["after"]["count"] == 10_000
     assert held_out["before"]["ece"] > 0.08
-    for after in ("after", "after_one_temperature", "paths_after"):
+    for after in ("after", "after_one_line", "first_choices_after", "paths_after"):
         assert held_out[after]["ece"] < 0.02
         assert held_out[after]["log_loss"] < held_out["before"]["log_loss"]
     json.dumps(report)
-
-
-def test_the_table_has_what_was_measured_before_and_after() -> None:
-    report = calibration_report(as_observations(sharpened(20_000, 2.0)))
-    shown = calibration_text({"0": report})
-    held_out = report["recalibration"]["held_out"]
-    for name in ("before", "after", "paths_after"):
-        assert f"| {held_out[name]['ece']:.4f} |" in shown
-    assert "7 trees; 2 more were the last of an answer" in shown
-    assert f"log-odds: {report['recalibration']['temperature']:.2f} for all depths" in shown
-    alone = calibration_text({"1": calibration_report(as_observations(sharpened(500, 2.0, sequences=1)))})
-    assert "temperature 1\n" in alone
-    assert "held-out" not in alone
 
 
 def test_one_text_alone_gives_errors_and_no_recalibration() -> None:
@@ -410,7 +399,7 @@ def test_one_text_alone_gives_errors_and_no_recalibration() -> None:
 
 
 def test_a_recalibration_is_kept_beside_the_head_by_sampling_temperature(tmp_path: Path) -> None:
-    reports = {t: calibration_report(as_observations(sharpened(4_000, 1 + t))) for t in (0.0, 1.0)}
+    reports = {t: calibration_report(as_observations(sharpened(4_000, 2 + t))) for t in (0.0, 1.0)}
     path = write_recalibrations(tmp_path, reports, {"prompts": "some"})
     values = json.loads(path.read_text())
     assert values["measured"] == {"prompts": "some"}
@@ -420,10 +409,13 @@ def test_a_recalibration_is_kept_beside_the_head_by_sampling_temperature(tmp_pat
     for asked, kept in ((0.0, 0.0), (0.3, 0.0), (0.7, 1.0), (1.5, 1.0)):
         found = read_recalibration(tmp_path, asked)
         assert found is not None
-        assert found.temperature == reports[kept]["recalibration"]["temperature"]
-        assert found.by_depth == reports[kept]["recalibration"]["by_depth"]
+        assert asdict(found.overall) == reports[kept]["recalibration"]["overall"]
+        assert [asdict(line) for line in found.by_depth] == list(reports[kept]["recalibration"]["by_depth"])
     assert [file.name for file in tmp_path.iterdir()] == ["calibration.json"]
     assert read_recalibration(tmp_path / "elsewhere", 0.0) is None
+
+
+FALLING = '{"sampling_temperature": 0, "overall": {"slope": -1, "bias": 0}, "by_depth": []}'
 
 
 @pytest.mark.parametrize(
@@ -434,8 +426,8 @@ def test_a_recalibration_is_kept_beside_the_head_by_sampling_temperature(tmp_pat
         ('{"version": 1, "recalibrations": []}', "is no recalibration of a draft head"),
         ('{"version": 2}', "has version 2, and 1 can be read"),
         (
-            '{"version": 1, "recalibrations": [{"sampling_temperature": 0, "temperature": 1, "by_depth": [0.0]}]}',
-            "has a temperature that is not above 0: .1.0, 0.0.",
+            f'{{"version": 1, "recalibrations": [{FALLING}]}}',
+            "has a line that does not rise: Line.slope=-1.0, bias=0.0",
         ),
     ],
 )
@@ -445,8 +437,10 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, text: str, sentence: str
         read_recalibration(tmp_path, 0.0)
 
 
-def test_a_temperature_needs_samples_and_stays_within_reason() -> None:
+def test_a_line_needs_samples_and_stays_within_reason() -> None:
     with pytest.raises(ConfigError, match="no samples"):
-        fit_temperature(np.empty(0), np.empty(0, dtype=np.bool_))
-    assert fit_temperature(np.array([0.9]), np.array([True])) == pytest.approx(0.1)
-    assert fit_temperature(np.array([0.9]), np.array([False])) == pytest.approx(10.0)
+        fit_line(np.empty(0), np.empty(0, dtype=np.bool_))
+    for outcome in (True, False):
+        found = fit_line(np.array([0.0, 0.5, 1.0]), np.full(3, outcome))
+        assert abs(found.slope - 1) < 2
+        assert abs(found.bias) < 10

@@ -190,7 +190,7 @@ def _reliability(axes: Axes, below: Axes, bins: Sequence[Row]) -> None:
         label="at the bin's mean confidence, \u00b1 standard error",
     )
     axes.set_xlim(0, 1)
-    axes.set_ylim(0, 1)
+    axes.set_ylim(0, 1.04)  # room for a mark at 1
     below.bar(left, [row["count"] for row in bins], widths, align="edge", color="0.6", edgecolor="white")
     below.set_yscale("log")
     below.set_xlabel("draft confidence")

@@ -1,8 +1,8 @@
-"""From a draft's confidence to the chance that its token is accepted: a temperature on the log-odds, for each depth.
+"""From a draft's confidence to the chance that its token is accepted: a line through the log-odds, for each depth.
 
-A confidence p becomes sigmoid(logit(p) / T). This is temperature scaling (Guo et al. 2017, section 4.2) of the
-yes-or-no question "is this token accepted": T above 1 draws confidences towards one half, below 1 away from it. The
-order of siblings stays, so the map changes what a tree is expected to yield and not which token is the likeliest.
+A confidence p becomes sigmoid(slope * logit(p) + bias): Platt scaling (Platt 1999; Guo et al. 2017, section 4.2) of the
+yes-or-no question "is this token accepted". With a bias of 0 it is temperature scaling, the slope being 1/T. The order
+of siblings stays, so the map changes what a tree is expected to yield and not which token is the likeliest.
 """
 
 from __future__ import annotations
@@ -21,21 +21,31 @@ from eagle2.evaluation.observations import Booleans, Floats, Integers, Observati
 
 CALIBRATION_FILE = "calibration.json"
 _VERSION = 1
-_RANGE = (0.1, 10.0)  # of a temperature: what lies outside comes of too few samples
-_FEWEST = 100  # samples of a depth that has a temperature of its own
+_FEWEST = 100  # samples of a depth that has a line of its own
+_STEPS = 50  # of Newton's method, which needs about six
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Log-odds of acceptance = ``slope`` * log-odds of the confidence + ``bias``."""
+
+    slope: float = 1.0
+    bias: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Recalibration:
-    """``by_depth[d - 1]`` is the temperature at depth d; deeper nodes have ``temperature``."""
+    """``by_depth[d - 1]`` is the line at depth d; deeper nodes have ``overall``."""
 
-    temperature: float
-    by_depth: tuple[float, ...] = ()
+    overall: Line
+    by_depth: tuple[Line, ...] = ()
 
     def probability(self, confidence: Floats, depth: Integers) -> Floats:
         """The chance that a token is accepted once its parent is. confidence (M,) in [0, 1], depth (M,) from 1 on."""
-        by_depth = np.array([*self.by_depth, self.temperature])
-        return _scaled(confidence, by_depth[np.minimum(depth - 1, len(self.by_depth))])
+        lines = (*self.by_depth, self.overall)
+        place = np.minimum(depth - 1, len(self.by_depth))
+        slope, bias = (np.array([getattr(line, name) for line in lines])[place] for name in ("slope", "bias"))
+        return _sigmoid(slope * _logit(confidence) + bias)
 
     def values(self, confidences: Floats) -> Floats:
         """The chance that a whole path is accepted: a product. confidences (N, D) by depth, NaN behind the node."""
@@ -44,49 +54,50 @@ class Recalibration:
         values: Floats = np.nanprod(np.stack(columns, axis=1), axis=1)
         return values
 
-    def steps(self, observations: Observations) -> Samples:
-        samples = observations.steps()
+    def of_tokens(self, samples: Samples) -> Samples:
+        """Steps or first choices, recalibrated."""
         return replace(samples, probability=self.probability(samples.probability, samples.depth))
 
-    def paths(self, observations: Observations) -> Samples:
+    def of_paths(self, observations: Observations) -> Samples:
         return replace(observations.paths(), probability=self.values(observations.confidences))
 
 
-def fit_temperature(confidence: Floats, accepted: Booleans) -> float:
-    """The temperature with the least log loss, between 0.1 and 10. Raises ``ConfigError`` without samples.
+def fit_line(confidence: Floats, accepted: Booleans) -> Line:
+    """The line with the least log loss: logistic regression by Newton's method. Raises ``ConfigError`` without samples.
 
-    The loss is convex in 1/T (it is logistic regression with one coefficient), so its slope is bisected.
+    A normal prior of unit width around the identity weighs as much as a few samples, so that outcomes that are all
+    alike do not run away.
     """
     if not len(confidence):
-        raise ConfigError("A temperature cannot be fitted to no samples.")
-    logits = _logit(confidence)
-
-    def slope(inverse: float) -> float:
-        return float(np.mean((_sigmoid(logits * inverse) - accepted) * logits))
-
-    low, high = 1 / _RANGE[1], 1 / _RANGE[0]
-    for _ in range(60):
-        middle = (low + high) / 2
-        if slope(middle) > 0:
-            high = middle
-        else:
-            low = middle
-    return 2 / (low + high)
+        raise ConfigError("A line cannot be fitted to no samples.")
+    inputs = np.stack([_logit(confidence), np.ones(len(confidence))], axis=1)
+    identity = np.array([1.0, 0.0])
+    found = identity.copy()
+    for _ in range(_STEPS):
+        predicted = _sigmoid(inputs @ found)
+        gradient = inputs.T @ (predicted - accepted) + (found - identity)
+        curvature = (inputs * (predicted * (1 - predicted))[:, None]).T @ inputs + np.eye(2)
+        step = np.linalg.solve(curvature, gradient)
+        # A long step may overshoot where the curve is flat.
+        found = found - step / max(1.0, float(np.abs(step).max()))
+        if float(np.abs(step).max()) < 1e-10:
+            break
+    return Line(float(found[0]), float(found[1]))
 
 
 def fit_recalibration(samples: Samples) -> Recalibration:
-    """A temperature for all depths, and one for each depth with samples enough, up to the first without.
+    """A line for all depths, and one for each depth with samples enough, up to the first without.
 
     Raises ``ConfigError`` without samples.
     """
-    temperature = fit_temperature(samples.probability, samples.accepted)
+    overall = fit_line(samples.probability, samples.accepted)
     by_depth = []
     for depth in range(1, int(samples.depth.max()) + 1):
         own = samples.where(samples.depth == depth)
         if len(own) < _FEWEST:
             break
-        by_depth.append(fit_temperature(own.probability, own.accepted))
-    return Recalibration(temperature, tuple(by_depth))
+        by_depth.append(fit_line(own.probability, own.accepted))
+    return Recalibration(overall, tuple(by_depth))
 
 
 def calibration_report(observations: Observations) -> dict[str, Any]:
@@ -116,10 +127,12 @@ def calibration_report(observations: Observations) -> dict[str, Any]:
             "fitted": asdict(half),
             "sequences": len(np.unique(held_out.sequence)),
             "before": calibration_json(held_out.steps()),
-            "after": calibration_json(half.steps(held_out)),
-            "after_one_temperature": asdict(calibration_of(single.steps(held_out))),
+            "after": calibration_json(half.of_tokens(held_out.steps())),
+            "after_one_line": asdict(calibration_of(single.of_tokens(held_out.steps()))),
+            "first_choices_before": asdict(calibration_of(held_out.first_choices())),
+            "first_choices_after": asdict(calibration_of(half.of_tokens(held_out.first_choices()))),
             "paths_before": asdict(calibration_of(held_out.paths())),
-            "paths_after": asdict(calibration_of(half.paths(held_out))),
+            "paths_after": asdict(calibration_of(half.of_paths(held_out))),
         },
     }
     return report
@@ -140,11 +153,13 @@ def write_recalibrations(folder: Path, reports: Mapping[float, Mapping[str, Any]
         entries.append(
             {
                 "sampling_temperature": temperature,
-                "temperature": found["temperature"],
+                "overall": found["overall"],
                 "by_depth": list(found["by_depth"]),
                 "trees": report["trees"],
                 "held_out": {
-                    key: _summary(held_out[key]) for key in ("before", "after", "paths_before", "paths_after")
+                    name: _summary(value)
+                    for name, value in held_out.items()
+                    if name.split("_")[-1] in ("before", "after")
                 },
             }
         )
@@ -170,14 +185,17 @@ def read_recalibration(folder: Path, sampling_temperature: float) -> Recalibrati
             raise ModelError(f"{path} has version {values['version']!r}, and {_VERSION} can be read.")
         entries = values["recalibrations"]
         nearest = min(entries, key=lambda entry: abs(float(entry["sampling_temperature"]) - sampling_temperature))
-        temperatures = [float(nearest["temperature"]), *map(float, nearest["by_depth"])]
+        overall, *by_depth = (
+            Line(float(line["slope"]), float(line["bias"])) for line in (nearest["overall"], *nearest["by_depth"])
+        )
     except ModelError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{path} is no recalibration of a draft head: {error!r}.") from None
-    if not all(0 < temperature < float("inf") for temperature in temperatures):
-        raise ModelError(f"{path} has a temperature that is not above 0: {temperatures}.")
-    return Recalibration(temperatures[0], tuple(temperatures[1:]))
+    for line in (overall, *by_depth):
+        if not (0 < line.slope < float("inf") and abs(line.bias) < float("inf")):
+            raise ModelError(f"{path} has a line that does not rise: {line}.")
+    return Recalibration(overall, tuple(by_depth))
 
 
 def _summary(calibration: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,7 +209,3 @@ def _logit(probability: Floats) -> Floats:
 
 def _sigmoid(logits: Floats) -> Floats:
     return 0.5 * (1 + np.tanh(logits / 2))
-
-
-def _scaled(probability: Floats, temperature: Floats) -> Floats:
-    return _sigmoid(_logit(probability) / temperature)
