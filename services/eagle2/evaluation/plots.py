@@ -94,20 +94,21 @@ def _bars(rows: Sequence[Row], series: Sequence[str], key: str, label: str, titl
         groups = [*tasks, "mean"] if len(tasks) > 1 else tasks
         figure.set_size_inches(max(6.4, 1.2 + 0.27 * len(groups) * (len(shown) + 1)), 0.8 + 2.8 * len(temperatures))
         panels = figure.subplots(len(temperatures), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
-        width = 0.84 / len(shown)
+        width = min(0.84 / len(shown), 0.25)
         for axes, temperature in zip(panels, temperatures, strict=True):
             for place, name in enumerate(shown):
                 own = [row for row in rows if _series(row) == name and _temperature(row) == temperature]
                 values = {_task(row): float(row[key]) for row in own}
                 if len(tasks) > 1 and len(values) == len(tasks):
                     values["mean"] = sum(values.values()) / len(values)
-                at = [groups.index(task) - 0.42 + (place + 0.5) * width for task in values]
+                at = [groups.index(task) + (place + 0.5 - len(shown) / 2) * width for task in values]
                 bars = axes.bar(at, [*values.values()], width * 0.92, color=_colour(series, name), label=name)
                 axes.bar_label(bars, fmt="%.2f", fontsize=6, rotation=90, padding=2)
             axes.axhline(1.0, color="0.3", linewidth=0.8, linestyle="--")  # plain decoding, in both measures
             axes.set_ylabel(label)
             axes.set_title(title + temperature, fontsize=10, loc="left")
-            axes.margins(x=0.01, y=0.15)
+            axes.margins(y=0.15)
+            axes.set_xlim(-0.55, len(groups) - 0.45)
             axes.yaxis.grid(True, color="0.9")
         panels[-1].set_xticks(range(len(groups)), groups)
         _legend(figure, panels)
@@ -241,7 +242,7 @@ def _distinct(rows: Iterable[Row], name: Callable[[Row], str]) -> list[str]:
 
 
 def _series(row: Row) -> str:
-    return " ".join(str(row[key]) for key in ("method", "tree") if row.get(key))
+    return " ".join(str(row[key]).replace("_", " ") for key in ("method", "tree") if row.get(key))
 
 
 def _task(row: Row) -> str:
