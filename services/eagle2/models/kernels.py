@@ -16,7 +16,7 @@ import numpy as np
 from numba import njit, prange, types
 from numba.extending import overload
 
-from eagle2.models.vectors import add_rows, sum_rows
+from eagle2.models.vectors import add_rows, copy_lanes, sum_rows, transpose_tile
 
 BLOCK = 64
 _CONTRACT = {"contract"}  # fused multiply-add, but no reordering: sums keep the order that is written here
@@ -42,27 +42,27 @@ def _widen_overload(value):
     return lambda value: value
 
 
-def _store(array, i, j, k, value):
-    """Write a float32 in the array's own format, bfloat16 rounded to nearest even."""
+def _narrow(value, like):
+    """A float32 in the format of the stored number ``like``, bfloat16 rounded to nearest even.
+
+    A function of numbers: one that took the array would count references in the loop, and no vectors would come of it.
+    """
 
 
-@overload(_store, inline="always")
-def _store_overload(array, i, j, k, value):  # noqa: ARG001  (the arguments' names are the signature)
-    if array.dtype == types.uint16:
+@overload(_narrow, inline="always")
+def _narrow_overload(value, like):  # noqa: ARG001  (the arguments' names are the signature)
+    if like == types.uint16:
 
-        def store_bfloat16(array, i, j, k, value):
+        def to_bfloat16(value, like):  # noqa: ARG001  (the arguments' names are the signature)
             bits = np.float32(value).view(np.uint32)
             odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
             rounded = np.uint16(np.uint32(bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
             # A choice of values, not of branches, so that loops over it become vectors.
-            array[i, j, k] = np.uint16(0x7FC0) if value != value else rounded
+            return np.uint16(0x7FC0) if value != value else rounded
 
-        return store_bfloat16
+        return to_bfloat16
 
-    def store_float32(array, i, j, k, value):
-        array[i, j, k] = value
-
-    return store_float32
+    return lambda value, like: value  # noqa: ARG005
 
 
 @njit(inline="always", fastmath=_CONTRACT)
@@ -131,17 +131,30 @@ def _fold_block(q, keys, values, valid, scale, s, t, o, m, total):
 
 @njit(cache=True)
 def _load_block(key_pool, value_pool, slots, first, count, head, keys, values):
-    """Copy positions first..first+count-1 into the block, transposed keys, and clear the other lanes."""
+    """Copy positions first..first+count-1 into the block, transposed keys, and clear the other lanes of keys.
+
+    Values behind ``count`` are left as they are: no position that does not count is ever read.
+    """
     dim = keys.shape[0]
+    last = first + count - 1
+    whole = dim // 16 * 16
+    filled = min(64, (count + 15) // 16 * 16) if count > 0 else 0
+    for lane in range(0, filled, 16):
+        for column in range(0, whole, 16):
+            # Behind the last position its key is repeated: such lanes are masked, but must be numbers.
+            transpose_tile(key_pool, head, column, slots, first + lane, last, keys, lane)
+        for d in range(whole, dim):
+            for i in range(16):
+                keys[d, lane + i] = _widen(key_pool[slots[min(first + lane + i, last)], head, d])
+    for d in range(dim):
+        for j in range(filled, 64):
+            keys[d, j] = _ZERO
     for j in range(count):
         slot = slots[first + j]
-        for d in range(dim):
-            keys[d, j] = _widen(key_pool[slot, head, d])
+        for column in range(0, whole, 16):
+            copy_lanes(value_pool, slot, head, column, values, j)
+        for d in range(whole, dim):
             values[j, d] = _widen(value_pool[slot, head, d])
-    for j in range(count, 64):
-        for d in range(dim):
-            keys[d, j] = _ZERO
-            values[j, d] = _ZERO
 
 
 @njit(cache=True)
@@ -252,15 +265,17 @@ def rotate_and_store(qkv, cos, sin, slots, key_pool, value_pool, q):
                     q[row, head, d] = low
                     q[row, head, half + d] = high
                 else:
-                    _store(key_pool, slot, head - heads, d, low)
-                    _store(key_pool, slot, head - heads, half + d, high)
+                    like = key_pool[slot, head - heads, d]
+                    key_pool[slot, head - heads, d] = _narrow(low, like)
+                    key_pool[slot, head - heads, half + d] = _narrow(high, like)
         for head in range(kv_heads):
             base = (heads + kv_heads + head) * dim
             for d in range(dim):
-                _store(value_pool, slot, head, d, _widen(qkv[row, base + d]))
+                value_pool[slot, head, d] = _narrow(_widen(qkv[row, base + d]), value_pool[slot, head, d])
 
 
-@njit(cache=True)
+# NumPy's division, which gives infinity: Python's check for zero would keep the loop from becoming vectors.
+@njit(error_model="numpy", cache=True)
 def silu_multiply(gate_up, rows, out):
     """silu(gate) * up for the first ``rows`` rows. gate_up (T, 2I), out (T, 1, I), both uint16 or both float32."""
     inner = out.shape[2]
@@ -269,7 +284,8 @@ def silu_multiply(gate_up, rows, out):
             gate = _widen(gate_up[row, i])
             x = -gate if -gate > _EXP_LOW else _EXP_LOW
             x = x if x < -_EXP_LOW else -_EXP_LOW
-            _store(out, row, 0, i, gate / (_ONE + _exp(x)) * _widen(gate_up[row, inner + i]))
+            up = _widen(gate_up[row, inner + i])
+            out[row, 0, i] = _narrow(gate / (_ONE + _exp(x)) * up, gate_up[row, i])
 
 
 @njit(fastmath=_CONTRACT, cache=True)
@@ -295,4 +311,4 @@ def rms_norm(x, weight, eps, rows, out):
                 lanes[j] += lanes[j + half]
         scale = _ONE / np.sqrt(lanes[0] / np.float32(width) + eps)
         for i in range(width):
-            _store(out, row, 0, i, _widen(x[row, i]) * scale * _widen(weight[i]))
+            out[row, 0, i] = _narrow(_widen(x[row, i]) * scale * _widen(weight[i]), x[row, i])
