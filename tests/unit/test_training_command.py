@@ -7,6 +7,7 @@ import json
 import os
 import random
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -137,6 +138,48 @@ def test_it_goes_on_from_a_head_of_the_same_shape_only(
     other = write_tiny_head(tmp_path / "other", target, bias=True)
     assert command.run(arguments(*options(target, data, tmp_path / "third"), "--init", other)) == 2
     assert "is no head to go on from: fc.bias is (32,) there, absent here." in capsys.readouterr().err
+
+
+def asking(target: Path, prompts: Path, out: Path) -> list[object]:
+    return [
+        *("--target", target, "--prompts", prompts, "--out", out, "--epochs", 1, "--batch-tokens", 400),
+        *("--max-length", 256, "--vocab-subset", 100, "--threads", 1, "--dtype", "float32", "--questions", 0),
+        *("--answer-tokens", 8, "--temperatures", 0, 0.8),
+    ]
+
+
+def test_the_target_answers_prompts_once_and_is_trained_on_what_it_said(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"the hen is {n}"}) + "\n" for n in range(12)))
+    with monkeypatch.context() as patch:
+        # Killed right behind the answers: the second part has them.
+        patch.setattr(run_module, "read_examples", Mock(side_effect=KeyboardInterrupt))
+        assert command.run(arguments(*asking(target, prompts, tmp_path / "head"))) == 130
+    answers = (tmp_path / "head.work" / "answers.jsonl").read_bytes()
+    assert command.run(arguments(*asking(target, prompts, tmp_path / "head"), "--resume")) == 0
+    assert (tmp_path / "head.work" / "answers.jsonl").read_bytes() == answers
+    entries = [json.loads(line) for line in answers.splitlines()]
+    assert sorted(entry["prompt"] for entry in entries) == sorted(f"the hen is {n}" for n in range(12))
+    assert {entry["temperature"] for entry in entries} == {0.0, 0.8}
+    assert all(1 <= len(entry["response_ids"]) <= 8 for entry in entries)
+    assert "prompts.jsonl, 11 conversations" in (tmp_path / "head" / "README.md").read_text()
+
+
+def test_a_broken_prompt_is_refused_by_line_before_any_is_answered(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "the hen"}\n\n{"prompt": ["the", "hen"]}\n')
+    assert command.run(arguments(*asking(target, prompts, tmp_path / "head"))) == 2
+    assert f"{prompts}, line 3: prompt must be a text" in capsys.readouterr().err
+    assert not (tmp_path / "head.work" / "answers.jsonl").exists()
+
+
+def test_something_must_be_named_to_train_on(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert command.run(arguments("--out", tmp_path / "head")) == 2
+    assert "nothing to train on" in capsys.readouterr().err
 
 
 def test_a_broken_file_is_refused_by_line_before_anything_is_written(

@@ -1,4 +1,4 @@
-"""``eagle2 train``: from a file of the target's answers to a draft head in the published format."""
+"""``eagle2 train``: from prompts, or the target's answers to them, to a draft head in the published format."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from eagle2.errors import Eagle2Error
+from eagle2.errors import ConfigError, Eagle2Error
 from eagle2.models.dtype import resolve_device
 from eagle2.models.loader import resolve_target
+from eagle2.training.answers import AnswerSettings
 from eagle2.training.run import Plan, TrainingRun
 from eagle2.training.trainer import Recipe
 
@@ -25,8 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, help=text + shown, **options)
 
     add("--target", "'embedded', a folder, a .gguf file or a hub id", default="embedded")
-    add("--data", "conversations that the target wrote, .jsonl or .jsonl.gz", type=Path, nargs="+", required=True,
+    add("--prompts", "questions that the target answers first, .jsonl or .jsonl.gz", type=Path, metavar="FILE")
+    add("--data", "conversations that the target wrote, .jsonl or .jsonl.gz", type=Path, nargs="+", default=[],
         metavar="FILE")  # fmt: skip
+    add("--temperatures", "of the answers to --prompts, dealt out in turn; 0 is greedy", type=_not_negative, nargs="+",
+        default=list(AnswerSettings().temperatures), metavar="T")  # fmt: skip
+    add("--answer-tokens", "tokens of such an answer", type=_positive_int, default=AnswerSettings().max_tokens)
     add("--out", "where the head is written", type=Path, required=True, metavar="DIR")
     add("--work", "where features and the state of the run are kept (default: OUT.work)", type=Path, metavar="DIR")
     add("--resume", "go on with the run in the work folder", action="store_true")
@@ -73,12 +78,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> Plan:
+    if not args.data and args.prompts is None:
+        raise ConfigError("There is nothing to train on: name --prompts to be answered or --data that is ready.")
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     return Plan(
         name=args.target,
         target=resolve_target(args.target),
         data=tuple(args.data),
+        prompts=args.prompts,
+        answers=AnswerSettings(tuple(args.temperatures), args.answer_tokens, seed=args.seed),
         out=args.out,
         work=args.work or args.out.with_name(args.out.name + ".work"),
         max_length=args.max_length,

@@ -66,7 +66,7 @@ class ChatEncoder:
         ids: list[int] = []
         spans: list[tuple[int, int]] = []
         for i in turns:
-            prefix = self._prompt(messages[:i])
+            prefix = self.prompt(messages[:i])
             if prefix[: len(ids)] != ids:
                 # Some templates rewrite earlier turns (they drop a thought, say): such turns never stand in a prompt.
                 spans.clear()
@@ -75,7 +75,8 @@ class ChatEncoder:
             spans.append((len(prefix), len(ids)))
         return Example(np.asarray(ids, dtype=np.int32), tuple(spans))
 
-    def _prompt(self, messages: Sequence[Message]) -> list[int]:
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """The ids that the target reads before it answers; ``messages`` end with the user's."""
         if self.template is None:
             text = "\n".join(message["content"] for message in messages)
             return self.tokenizer.encode(text, add_special_tokens=True)

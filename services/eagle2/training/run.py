@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle2.config import DType
+from eagle2.config import DType, ModelSettings
+from eagle2.engine.assemble import load_checkpoint
 from eagle2.errors import ConfigError
 from eagle2.models.architecture import DraftConfig
 from eagle2.models.loader import resolve_draft
+from eagle2.training.answers import AnswerSettings, answer_prompts
 from eagle2.training.card import Training, model_card
 from eagle2.training.checkpoint import STATE, head_config, write_atomically, write_head
 from eagle2.training.data import ChatEncoder, Example, read_examples
@@ -26,6 +28,7 @@ from eagle2.training.held_out import HeldOut, Quality
 from eagle2.training.lock import locked
 from eagle2.training.loss import Scorer
 from eagle2.training.progress import Progress
+from eagle2.training.prompts import read_prompts
 from eagle2.training.target import FrozenTarget
 from eagle2.training.trainer import Recipe, StepReport, Trainer
 from eagle2.training.vocabulary import answer_frequencies
@@ -38,6 +41,8 @@ class Plan:
     name:         of the target, as the card and the engine shall call it.
     target:       its folder.
     data:         files of conversations that the target wrote.
+    prompts:      a file of prompts that the target answers first, or None; the answers stay in ``work``.
+    answers:      how it answers them.
     out, work:    folders of the finished head, and of features and state.
     vocab_subset: tokens that the loss scores.
     holdout:      examples kept for measuring, at most a tenth of all.
@@ -50,6 +55,8 @@ class Plan:
     name: str
     target: Path
     data: tuple[Path, ...]
+    prompts: Path | None
+    answers: AnswerSettings
     out: Path
     work: Path
     max_length: int
@@ -80,8 +87,9 @@ class TrainingRun:
     def _train(self) -> None:
         plan, recipe = self._plan, self._plan.recipe
         dtype = getattr(torch, plan.dtype)
+        data = (*plan.data, *self._answers())
         target = FrozenTarget(plan.target, dtype, plan.max_length, plan.device)
-        examples, store, held_out = self._prepare(target)
+        examples, store, held_out = self._prepare(target, data)
         trained = examples[: len(examples) - held_out.count]
         vocabulary = answer_frequencies(trained, target.config.vocab_size)
         subset = vocabulary.most_frequent(plan.vocab_subset, target.config.eos_token_ids)
@@ -129,11 +137,27 @@ class TrainingRun:
         if resume and not work.is_dir():
             raise ConfigError(f"{work} holds no run to resume.")
 
-    def _prepare(self, target: FrozenTarget) -> tuple[list[Example], FeatureStore, HeldOut]:
+    def _answers(self) -> list[Path]:
+        """Have the target answer the prompts, if there are any; the file of what it said."""
+        plan = self._plan
+        if plan.prompts is None:
+            return []
+        model = ModelSettings(target=str(plan.target), draft=None, dtype=plan.dtype, device=str(plan.device))
+        checkpoint = load_checkpoint(model)
+        encoder = ChatEncoder.from_folder(plan.target)
+        prompts = read_prompts(plan.prompts, encoder.prompt)
+        out = plan.work / "answers.jsonl"
+        progress = Progress("answers")
+        count = answer_prompts(checkpoint, prompts, out, plan.answers, report=progress.show)
+        if count.too_long:
+            progress.say(f"{count.too_long} of {len(prompts)} prompts were left out: they are too long.")
+        return [out]
+
+    def _prepare(self, target: FrozenTarget, data: Sequence[Path]) -> tuple[list[Example], FeatureStore, HeldOut]:
         plan = self._plan
         encoder_folder = target.folder
         examples: list[Example] = []
-        for path in plan.data:
+        for path in data:
             examples += read_examples(
                 path, target.config.vocab_size, lambda: ChatEncoder.from_folder(encoder_folder), plan.max_length
             )
@@ -141,7 +165,7 @@ class TrainingRun:
         # A tenth at most, so that small files train at all.
         count = min(plan.holdout, len(examples) // 10)
         if count == 0:
-            names = ", ".join(map(str, plan.data))
+            names = ", ".join(map(str, data))
             raise ConfigError(f"{names} has {len(examples)} examples; training needs 10, to hold one out.")
         size = sum(len(example) for example in examples) * target.config.hidden_size * 2
         features = plan.work / "features"
@@ -194,7 +218,7 @@ class TrainingRun:
     ) -> Training:
         return Training(
             target=self._plan.name,
-            data=", ".join(path.name for path in self._plan.data),
+            data=", ".join(path.name for path in (*self._plan.data, self._plan.prompts) if path is not None),
             examples=len(trained),
             answer_tokens=sum(example.num_answer_tokens for example in trained),
             held_out=held_out,

@@ -32,7 +32,7 @@ class Recipe:
     hours:         how long to train at most, over all resumed parts; None: until the epochs are done. The learning rate
                    and the rollout follow whichever of the two is nearer to its end, so a run that the clock ends is
                    as complete as one that its epochs end.
-    optimizer:     ``muon`` for the matrices (vectors still get AdamW), or ``adamw`` for everything.
+    optimizer:     ``adamw``, or ``muon`` for the matrices (vectors still get AdamW).
     learning_rate: the peak. Muon's updates are scaled to the size of AdamW's, so the same values fit.
     schedule:      ``cosine`` or ``linear`` fall to 2 % of the peak behind the warm-up, or ``constant``.
     warm_up:       steps of linear growth at the start.
@@ -45,14 +45,14 @@ class Recipe:
 
     epochs: int = 10
     hours: float | None = None
-    optimizer: str = "muon"
+    optimizer: str = "adamw"
     learning_rate: float = 1e-3
     schedule: str = "cosine"
     warm_up: int = 100
     batch_tokens: int = 2048
     noise: float = 0.2
-    rollout: int = 3
-    rollout_from: float = 0.5
+    rollout: int = 5
+    rollout_from: float = 0.35
     regression_weight: float = 1.0
     cross_entropy_weight: float = 0.1
     gradient_clip: float = 0.5
