@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-call,no-untyped-def"
+# mypy: disable-error-code="no-untyped-call,no-untyped-def,call-arg"
 """CPU kernels whose result for a row depends on nothing but that row's own inputs, bit for bit.
 
 Every query is folded over blocks of 64 *absolute positions*, one block after the other, with the same instructions
