@@ -18,7 +18,7 @@ from eagle2.training.batches import Batch, epoch_order, make_batch
 from eagle2.training.checkpoint import load_state, save_state
 from eagle2.training.data import Example
 from eagle2.training.head import DraftHead, KeyValues, shifted
-from eagle2.training.loss import Scorer, distillation_loss
+from eagle2.training.loss import Loss, Scorer, distillation_loss
 
 # A kill loses at most the work since the last state was written.
 SAVE_EVERY_S = 45.0
@@ -184,8 +184,8 @@ class Trainer:
             for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizer.zero_grad(set_to_none=True)
-        total, regression, cross_entropy = self._loss(batch, self.recipe.passes_at(progress))
-        total.backward()
+        loss = self._loss(batch, self.recipe.passes_at(progress))
+        loss.total.backward()
         nn.utils.clip_grad_norm_(self.head.parameters(), self.recipe.gradient_clip)
         self._between_steps = False
         for optimizer in self._optimizers:
@@ -199,37 +199,37 @@ class Trainer:
             epoch=epoch,
             progress=progress,
             learning_rate=rate,
-            regression=regression,
-            cross_entropy=cross_entropy,
+            regression=loss.regression,
+            cross_entropy=loss.cross_entropy,
             tokens=batch.next_ids.numel(),
             measure=ends_epoch or progress >= 1,
         )
 
-    def _loss(self, batch: Batch, num_passes: int) -> tuple[Tensor, tuple[float, ...], tuple[float, ...]]:
+    def _loss(self, batch: Batch, num_passes: int) -> Loss:
         recipe, device = self.recipe, self._embedding.device
         embedded = self._embedding[batch.next_ids.to(device)]
         inputs = self._noisy(batch.features).to(device)
         passes: KeyValues = ()
-        losses = []
+        answer = batch.answer.to(device)
+        predictions: list[Tensor] = []
+        counted: list[Tensor] = []
         with self._precision():
             for n in range(num_passes):
-                counted = batch.counted(n).to(device)
-                if not bool(counted.any()):
+                rows = batch.counted(n).to(device)
+                if not bool(rows.any()):
                     break
                 predicted, passes = self.head(embedded, inputs.to(embedded.dtype), passes)
-                truth = batch.targets.to(device)[counted]
-                losses.append(
-                    distillation_loss(
-                        predicted[counted],
-                        truth,
-                        self._scorer,
-                        regression_weight=recipe.regression_weight,
-                        cross_entropy_weight=recipe.cross_entropy_weight,
-                    )
-                )
+                predictions.append(predicted[answer])
+                counted.append(rows[answer])
                 inputs = shifted(predicted)
-        total = torch.stack([loss.total for loss in losses]).sum()
-        return total, tuple(loss.regression for loss in losses), tuple(loss.cross_entropy for loss in losses)
+            return distillation_loss(
+                predictions,
+                batch.targets.to(device)[answer],
+                self._scorer,
+                torch.stack(counted),
+                regression_weight=recipe.regression_weight,
+                cross_entropy_weight=recipe.cross_entropy_weight,
+            )
 
     def _noisy(self, features: Tensor) -> Tensor:
         # A generator of its own for each step: a resumed run draws what an uninterrupted one would have drawn.
