@@ -108,7 +108,7 @@ def read_examples(
             made.append(encoder())
         return made[0].example(messages)
 
-    for number, line in _lines(path):
+    for number, line in numbered_lines(path):
         try:
             example = _cut(_parse(line, encode), max_length)
             if example is not None and not 0 <= int(example.ids.min()) <= int(example.ids.max()) < vocab_size:
@@ -123,7 +123,11 @@ def read_examples(
     return examples
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a ``.jsonl`` or ``.jsonl.gz`` file that are not blank, and their numbers from 1 on.
+
+    Raises ``DataError`` where the file cannot be read to its end, or a line is no UTF-8 text.
+    """
     number = 0
     try:
         with _open(path) as file:
@@ -159,7 +163,7 @@ def _parse(line: str, encode: Callable[[Sequence[Message]], Example]) -> Example
         question, answer = (_text(value, key) for key in ("prompt", "response"))
         return encode([{"role": "user", "content": question}, {"role": "assistant", "content": answer}])
     if "messages" in value or "conversations" in value:
-        return encode(_messages(value.get("messages", value.get("conversations"))))
+        return encode(parsed_messages(value.get("messages", value.get("conversations"))))
     raise ValueError("none of prompt_ids and response_ids, prompt and response, messages is there")
 
 
@@ -179,7 +183,8 @@ def _text(value: Mapping[str, Any], key: str) -> str:
     return found
 
 
-def _messages(value: object) -> list[Message]:
+def parsed_messages(value: object) -> list[Message]:
+    """A conversation with ``role`` and ``content``, or as ShareGPT writes it. Raises ``ValueError`` for anything else."""
     if not isinstance(value, list):
         raise ValueError("messages must be a list")
     sharegpt = {"human": "user", "gpt": "assistant", "system": "system"}

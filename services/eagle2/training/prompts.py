@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eagle2.errors import RequestError
-from eagle2.training.data import DataError, Message, _lines, _messages
+from eagle2.training.data import DataError, Message, numbered_lines, parsed_messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ def read_prompts(path: Path, encode: Callable[[Sequence[Message]], list[int]]) -
     Raises ``DataError`` for the first line that is broken, and for a file without prompts.
     """
     prompts: dict[tuple[int, ...], Prompt] = {}
-    for number, line in _lines(path):
+    for number, line in numbered_lines(path):
         try:
             messages = _parse(line)
             ids = tuple(encode(messages))
@@ -58,7 +58,7 @@ def _parse(line: str) -> list[Message]:
             raise ValueError("turns must be a list of texts with at least one in it")
         return [_question(turns[0], "the first of turns")]
     if "messages" in value or "conversations" in value:
-        messages = _messages(value.get("messages", value.get("conversations")))
+        messages = parsed_messages(value.get("messages", value.get("conversations")))
         if not messages or messages[-1]["role"] != "user":
             raise ValueError("the last of messages must be the user's: it is what the target answers")
         return messages
