@@ -184,7 +184,7 @@ def _text(value: Mapping[str, Any], key: str) -> str:
 
 
 def parsed_messages(value: object) -> list[Message]:
-    """A conversation with ``role`` and ``content``, or as ShareGPT writes it. Raises ``ValueError`` for anything else."""
+    """A conversation with ``role`` and ``content``, or as ShareGPT writes it. ``ValueError`` for anything else."""
     if not isinstance(value, list):
         raise ValueError("messages must be a list")
     sharegpt = {"human": "user", "gpt": "assistant", "system": "system"}
