@@ -21,6 +21,7 @@ ENV_PREFIX = "EAGLE2_"
 _STRICT = ConfigDict(extra="forbid")
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
+TreeBudget = Literal["fixed", "adaptive"]
 VocabularySize = int | Literal["auto", "all"]
 
 
@@ -66,7 +67,8 @@ class EngineSettings:
     """How a verifier runs. ``kv_slots`` None is sized from the device's memory, ``threads`` None is torch's choice.
 
     ``depth``, ``top_k`` and ``num_draft_tokens`` bound the tree of one sequence (paper section 4.1); the root is
-    not counted. ``draft_timeout_s`` is how long a step waits for trees before it decodes plainly.
+    not counted. ``tree_budget`` says whether every step has that tree, or one that is chosen up to it by what it costs
+    and yields. ``draft_timeout_s`` is how long a step waits for trees before it decodes plainly.
     """
 
     max_sequences: int = 8
@@ -75,6 +77,7 @@ class EngineSettings:
     depth: int = 2
     top_k: int = 8
     num_draft_tokens: int = 10
+    tree_budget: TreeBudget = "fixed"
     draft_timeout_s: float = 2.0
     threads: int | None = None
 

@@ -12,8 +12,11 @@ from pathlib import Path
 import torch
 
 from eagle2.config import EMBEDDED, ModelSettings, Settings
+from eagle2.engine.budget import AdaptiveBudget
+from eagle2.engine.costs import CostCurve, DraftCosts, sizes_up_to
 from eagle2.engine.draft import DraftRunner, beam_slots
 from eagle2.engine.engine import Engine, EngineLimits
+from eagle2.engine.measuring import measure_target
 from eagle2.engine.pair import Connect, Pair
 from eagle2.engine.target import TargetRunner
 from eagle2.errors import ConfigError
@@ -33,6 +36,8 @@ from eagle2.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+# A forward of the draft head costs so much of the target's while nothing better is known.
+_GUESS = 0.1
 # The share of memory that a verifier's KV cache and features may take where kv_slots is not set.
 _CPU_MEMORY_SHARE, _GPU_MEMORY_SHARE = 0.15, 0.5
 
@@ -153,6 +158,7 @@ def build_engine(settings: Settings, checkpoint: Checkpoint, connect: Connect | 
         limits,
         tree_shape(settings),
         frozenset(checkpoint.config.eos_token_ids),
+        budget=adaptive_budget(settings, target) if connect and settings.engine.tree_budget == "adaptive" else None,
         on_thread_start=_thread_setter(settings.engine.threads),
     )
 
@@ -188,6 +194,19 @@ def served_name(model: ModelSettings) -> str:
 def tree_shape(settings: Settings) -> TreeShape:
     engine = settings.engine
     return TreeShape(depth=engine.depth, top_k=engine.top_k, num_nodes=engine.num_draft_tokens + 1)
+
+
+def adaptive_budget(settings: Settings, target: TargetRunner) -> AdaptiveBudget:
+    """A budget with the target's costs, measured now. The draft's are a guess until the pair is there to be asked."""
+    engine = settings.engine
+    verify = measure_target(target, sizes_up_to(engine.max_sequences * (engine.num_draft_tokens + 1)))
+    logger.info(
+        "A step takes %s ms.",
+        ", ".join(f"{1000 * s:.1f} (rows: {n:.0f})" for n, s in zip(verify.sizes, verify.seconds, strict=True)),
+    )
+    sizes = sizes_up_to(engine.max_sequences * max(engine.top_k, 2))
+    draft = CostCurve(sizes, [_GUESS * verify.at(size) for size in sizes], guessed=True)
+    return AdaptiveBudget(tree_shape(settings), verify, DraftCosts(draft))
 
 
 def num_slots(settings: Settings, checkpoint: Checkpoint) -> int:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from eagle2.engine.batch import RowsBuilder
+from eagle2.engine.budget import AdaptiveBudget
+from eagle2.engine.choice import AdaptiveTrees, FixedTrees
 from eagle2.engine.pair import Pair
 from eagle2.engine.scheduler import Scheduler
 from eagle2.engine.sequence import Sequence, Sink, rule_of
@@ -71,10 +73,17 @@ class Engine:
         shape: TreeShape,
         eos_token_ids: frozenset[int],
         *,
+        budget: AdaptiveBudget | None = None,
+        clock: Callable[[], float] = time.perf_counter,
         on_thread_start: Callable[[], None] = lambda: None,
     ) -> None:
+        """``shape``: every tree's, and without a ``budget`` no other. ``clock``: seconds, for what a step costs."""
         self._target, self._tokenizer, self._pair, self.stats = target, tokenizer, pair, stats
         self._limits, self._shape, self._eos = limits, shape, eos_token_ids
+        self._clock = clock
+        self._trees = FixedTrees(shape)
+        if budget is not None:
+            self._trees = AdaptiveTrees(budget, stats, limits.max_sequences, clock=clock)
         self._on_thread_start = on_thread_start
         self.scheduler = Scheduler(target.pool, limits.max_sequences)
         self._ids = itertools.count(1)
@@ -167,6 +176,7 @@ class Engine:
         self._pair.poll()
         if not self.scheduler.running:
             self._pair.flush()
+            self._trees.idle(self._pair, self._target)
             self._set_gauges()
             return False
         decoding = self._draft()
@@ -200,14 +210,19 @@ class Engine:
 
     def _draft(self) -> list[_Decoding]:
         """Bring the proposer up to date and get this step's trees. Sequences without a tree decode plainly."""
+        prompts = sum(max(sequence.num_to_prefill, 0) for sequence in self.scheduler.running)
+        self._trees.begin(self.scheduler.running, min(prompts, self._limits.prefill_chunk))
         entries, plain = [], {}
         for sequence in self.scheduler.running:
-            entry = self._entry(sequence) if self._pair.is_up and sequence.speculate else None
+            is_asked = self._pair.is_up and sequence.speculate and self._trees.is_wanted(sequence)
+            entry = self._entry(sequence) if is_asked else None
             if entry is not None:
                 entries.append(entry)
             if sequence.has_root and sequence.num_to_prefill == 0:
                 plain[sequence.id] = Tree.of_roots(torch.tensor([sequence.tokens[-1]]))
-        trees = self._pair.draft(entries, self._shape) if entries else {}
+        began = self._clock()
+        trees = self._pair.draft(entries, self._trees.shape) if entries else {}
+        self._trees.drafted(entries, trees, self._clock() - began)
         for sequence in self.scheduler.running:
             reply = trees.get((sequence.id, sequence.cycle))
             if reply is None:
@@ -224,7 +239,9 @@ class Engine:
                 else:
                     plain[sequence.id] = tree
         none = np.empty(0, np.int32)
-        return [_Decoding(s, plain[s.id], none) for s in self.scheduler.running if s.id in plain]
+        decoding = [sequence for sequence in self.scheduler.running if sequence.id in plain]
+        verified = self._trees.pruned([plain[sequence.id] for sequence in decoding])
+        return [_Decoding(sequence, tree, none) for sequence, tree in zip(decoding, verified, strict=True)]
 
     def _entry(self, sequence: Sequence) -> DraftEntry | None:
         """What the proposer lacks of a sequence, and whether a tree is wanted."""
@@ -309,7 +326,7 @@ class Engine:
         prefilling = [(s, count) for s, count in prefilling if s in self.scheduler.running]
         if not decoding and not prefilling:
             return
-        began = time.monotonic()
+        began = self._clock()
         builder = RowsBuilder()
         wanted: list[int] = []  # rows whose logits are needed
         for item in decoding:
@@ -332,7 +349,9 @@ class Engine:
         if wanted:
             logits = self._target.logits(features[wanted])
             self._accept(decoding, starting, logits)
-        self.stats.add(metrics.VERIFY_SECONDS, time.monotonic() - began)
+        seconds = self._clock() - began
+        self._trees.verified(len(builder), seconds, has_prefill=bool(prefilling))
+        self.stats.add(metrics.VERIFY_SECONDS, seconds)
 
     def _accept(self, decoding: list[_Decoding], starting: list[Sequence], logits: Tensor) -> None:
         best = logits.max(dim=1)
@@ -377,6 +396,7 @@ class Engine:
         sequence.num_drafted += drafted
         self._deliver(sequence, acceptance.committed_tokens(tree, b), accepted)
         if drafted:
+            self._trees.judged(item.tree, path)
             self._count_tree(drafted, accepted)
 
     def _deliver(self, sequence: Sequence, tokens: list[int], accepted: int = 0) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
+from eagle2.engine.budget import DraftedNodes
+from eagle2.engine.values import Booleans
 from eagle2.speculative.tree import NO_NODE, Tree
 from eagle2.transport.messages import DraftTree
 
@@ -48,4 +51,34 @@ def batched(trees: Sequence[Tree]) -> Tree:
         parents=stacked("parents", NO_NODE),
         scores=stacked("scores", -torch.inf),
         sizes=torch.cat([tree.sizes for tree in trees]),
+    )
+
+
+def drafted_nodes(trees: Sequence[Tree]) -> DraftedNodes:
+    """The drafted nodes of trees of one sequence each."""
+    scores, depths, parents, places = [], [], [], []
+    offset = 0
+    for place, tree in enumerate(trees):
+        above = tree.parents[0, 1:].numpy()
+        scores.append(tree.scores[0, 1:].double().numpy())
+        depths.append(tree.depths()[0, 1:].numpy())
+        parents.append(np.where(above == 0, -1, above - 1 + offset))
+        places.append(np.full(len(above), place))
+        offset += len(above)
+    return DraftedNodes(*(np.concatenate(parts) for parts in (scores, depths, parents, places)))
+
+
+def with_nodes(tree: Tree, kept: Booleans) -> Tree:
+    """The tree (B = 1) of the root and those drafted nodes (N - 1,) that are kept, a kept node's parent among them."""
+    if bool(kept.all()):
+        return tree
+    nodes = np.concatenate([[0], np.flatnonzero(kept) + 1])
+    moved = np.full(tree.num_nodes, NO_NODE, np.int64)
+    moved[nodes] = np.arange(len(nodes))
+    parents = tree.parents[0].numpy()[nodes]
+    parents[1:] = moved[parents[1:]]
+    assert bool((parents[1:] >= 0).all()), "a kept node's parent is kept"
+    at = torch.from_numpy(nodes)
+    return Tree(
+        tree.tokens[:, at], torch.from_numpy(parents)[None], tree.scores[:, at], torch.full_like(tree.sizes, len(nodes))
     )

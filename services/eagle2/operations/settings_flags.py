@@ -7,7 +7,7 @@ from typing import Any
 
 _FLAGS = {
     "model": ("target", "draft", "draft_vocabulary", "dtype", "device", "max_model_len", "served_model_name"),
-    "engine": ("max_sequences", "kv_slots", "depth", "top_k", "num_draft_tokens", "threads"),
+    "engine": ("max_sequences", "kv_slots", "depth", "top_k", "num_draft_tokens", "tree_budget", "threads"),
     "http": ("host", "port"),
 }
 
@@ -31,6 +31,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--depth", type=int, metavar="N", help="levels of the draft tree")
     parser.add_argument("--top-k", type=int, metavar="N", help="nodes that are expanded per level")
     parser.add_argument("--num-draft-tokens", type=int, metavar="N", help="nodes that are verified per step")
+    budget = "trees of that size at every step (default), or as large as pays, that at most"
+    parser.add_argument("--tree-budget", choices=("fixed", "adaptive"), help=budget)
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of each service; default: all cores")
 
 

@@ -97,6 +97,26 @@ NON_FINITE_DRAFTS = Metric("non_finite_drafts_total", "counter", "Trees missing 
 FALLBACK_SECONDS = Metric("fallback_seconds_total", "counter", "Time decoded plainly for want of a proposer.")
 DRAFT_SECONDS = Metric("draft_seconds_total", "counter", "Time that steps waited for their trees.")
 VERIFY_SECONDS = Metric("verify_seconds_total", "counter", "Time in the target's forward pass.")
+TREE_BUDGET_DEPTH = Metric(
+    "tree_budget_depth", "gauge", "Depth of the trees that the budget chose last; 0 while plain decoding pays more."
+)
+TREE_BUDGET_TOP_K = Metric("tree_budget_top_k", "gauge", "The same for top_k.")
+TREE_BUDGET_PRUNED = Metric("tree_budget_pruned_total", "counter", "Drafted nodes that were not worth verifying.")
+TREE_BUDGET_PLAIN_STEPS = Metric(
+    "tree_budget_plain_steps_total", "counter", "Steps without trees because plain decoding paid more."
+)
+TREE_BUDGET_SURVEYS = Metric(
+    "tree_budget_surveys_total", "counter", "Steps that drafted the largest trees to see whether they pay."
+)
+TREE_BUDGET_VERIFY_SECONDS = Metric(
+    "tree_budget_verify_seconds", "gauge", "What a step of the target takes, by its rows.", ("rows",)
+)
+TREE_BUDGET_DRAFT_SECONDS = Metric(
+    "tree_budget_draft_seconds", "gauge", "What a forward pass of the draft head takes, by its rows.", ("rows",)
+)
+TREE_BUDGET_CALIBRATION = Metric(
+    "tree_budget_calibration", "gauge", "Share of nodes accepted, by their drafted probability at most.", ("drafted",)
+)
 KV_SLOTS_USED = Metric("kv_slots_used", "gauge", "KV slots that hold a token.", ("side",))
 KV_SLOTS_CAPACITY = Metric("kv_slots_capacity", "gauge", "KV slots there are.", ("side",))
 
@@ -125,6 +145,14 @@ VERIFIER_METRICS = (
     FALLBACK_SECONDS,
     DRAFT_SECONDS,
     VERIFY_SECONDS,
+    TREE_BUDGET_DEPTH,
+    TREE_BUDGET_TOP_K,
+    TREE_BUDGET_PRUNED,
+    TREE_BUDGET_PLAIN_STEPS,
+    TREE_BUDGET_SURVEYS,
+    TREE_BUDGET_VERIFY_SECONDS,
+    TREE_BUDGET_DRAFT_SECONDS,
+    TREE_BUDGET_CALIBRATION,
     KV_SLOTS_USED,
     KV_SLOTS_CAPACITY,
 )

@@ -1,0 +1,234 @@
+"""How many nodes a step drafts and verifies: as long as the expected tokens per second still rise.
+
+Only numbers in, decisions out: whoever measures passes the seconds in, so the same measurements give the same
+decisions. What is decided changes speed alone, never a token.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from eagle2.engine.costs import CostCurve, DraftCost, DraftCosts
+from eagle2.engine.isotonic import Floats
+from eagle2.engine.values import Booleans, Integers, NodeValues
+from eagle2.speculative.draft import TreeShape
+from eagle2.telemetry import metrics
+from eagle2.telemetry.recorder import Recorder
+
+_WINDOW, _FEWEST = 24, 8  # surveyed trees that a choice of shape rests on
+_SURVEY_SHARE = 0.02  # of the time may go into looking at trees larger than those that pay
+_SURVEYED = 4  # nodes of such a tree that are verified in any case, so that its values are put to the test
+_CHOICE_STEPS = 16  # steps that a choice of shape holds for
+_MARGIN = 1.01  # another shape must be this much better: two equal ones would take turns
+_PLAIN = -1  # the option without a tree
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A step's work before any tree: sequences that decode, those of them that take a tree, rows of prompts."""
+
+    decoding: int
+    drafting: int
+    prefill_rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The trees of one step. ``shape`` None: none, everything is decoded plainly.
+
+    alone: only the first sequence that takes a tree gets one. survey: drafted to learn, whether or not it pays.
+    whole: ``shape`` is the largest one. draft_s: what drafting is expected to take, seconds.
+    """
+
+    shape: TreeShape | None
+    alone: bool = False
+    survey: bool = False
+    whole: bool = False
+    draft_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedNodes:
+    """The drafted nodes (M,) of all trees of a step, tree after tree, roots left out.
+
+    scores: natural logarithms of path probabilities. depths: from 1 on. parents: among these nodes and before the node,
+    -1 for children of a root. trees: which tree a node is of.
+    """
+
+    scores: Floats
+    depths: Integers
+    parents: Integers
+    trees: Integers
+
+
+def best_count(values: Floats, decoding: int, seconds: Floats) -> tuple[int, float]:
+    """How many of the nodes are worth their time, and the tokens per second that they make.
+
+    values (M,): chances to be accepted, descending. A step yields one token for each of ``decoding`` sequences and each
+    accepted node. seconds (M + 1,): what the step takes with 0, 1, ... M nodes. The fewest of equally good counts.
+    """
+    rates = (decoding + np.concatenate([[0.0], np.cumsum(values)])) / seconds
+    count = int(rates.argmax())
+    return count, float(rates[count])
+
+
+def needed_top_k(nodes: DraftedNodes) -> Integers:
+    """The smallest top_k (M,) with which expansion would have drafted each node of a tree (one tree).
+
+    A node must be among its parent's top_k children and its parent among its level's top_k nodes, all the way up.
+    """
+    index = np.arange(len(nodes.scores))
+    among_level = _ranks(nodes.depths, np.lexsort((index, -nodes.scores, nodes.depths)))
+    among_siblings = _ranks(nodes.parents, np.lexsort((index, -nodes.scores, nodes.parents)))
+    needed = among_siblings + 1
+    for node in index[nodes.parents >= 0].tolist():
+        parent = nodes.parents[node]
+        needed[node] = max(needed[node], needed[parent], among_level[parent] + 1)
+    return needed
+
+
+def _ranks(groups: Integers, order: Integers) -> Integers:
+    """Places (M,) within groups, in ``order``, which has each group in one piece."""
+    ordered = groups[order]
+    new = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
+    begins = np.repeat(new, np.diff(np.concatenate([new, [len(order)]])))
+    ranks = np.empty(len(order), np.int64)
+    ranks[order] = np.arange(len(order)) - begins
+    return ranks
+
+
+class AdaptiveBudget:
+    """Chooses depth and top_k before a step drafts, and the nodes that are verified after it has.
+
+    ``bounds`` is the largest tree. ``verify`` is the cost of a step of the target by its rows, ``draft`` that of trees.
+
+    Trees of the largest shape ("surveys") show what every smaller shape would have given. Where a smaller shape pays
+    more, or none at all, surveys go on as often as two per cent of the time allow.
+    """
+
+    def __init__(self, bounds: TreeShape, verify: CostCurve, draft: DraftCosts) -> None:
+        self.bounds, self.verify, self.draft = bounds, verify, draft
+        self.values = NodeValues()
+        widths = sorted({k for k in (1, 2, 3, 4, 6, 8, 12, 16) if k < bounds.top_k} | {bounds.top_k})
+        depths = range(1, bounds.depth + 1)
+        self._options = [TreeShape(depth, k, bounds.num_nodes) for depth in depths for k in widths]
+        self._depths = np.array([option.depth for option in self._options])
+        self._widths = np.array([option.top_k for option in self._options])
+        self._surveys: deque[tuple[DraftedNodes, Integers]] = deque(maxlen=_WINDOW)
+        self._choices: dict[Load, tuple[int, int]] = {}  # step and option
+        self._current = len(self._options) - 1
+        self._steps = 0
+        self._new_rows = 2.0  # of the draft head for each sequence of a step
+        self._allowance_s = 0.0
+
+    def plan(self, load: Load) -> StepPlan:
+        """What to draft. With nobody who drafts yet, what is going to be drafted for one sequence."""
+        load = Load(max(load.decoding, 1), max(load.drafting, 1), -(-load.prefill_rows // 64) * 64)
+        if len(self._surveys) < _FEWEST:
+            return self._plan(load, len(self._options) - 1, survey=True)
+        option = self._choice(load)
+        if option == len(self._options) - 1:
+            self._allowance_s = 0.0
+            return self._plan(load, option)
+        survey = self._plan(load, len(self._options) - 1, survey=True, alone=option == _PLAIN)
+        chosen = self._plan(load, option)
+        extra = survey.draft_s - chosen.draft_s
+        if option == _PLAIN:
+            rows = load.decoding + load.prefill_rows
+            extra += self.verify.at(rows + _SURVEYED) - self.verify.at(rows)
+        if self._allowance_s < extra:
+            return chosen
+        self._allowance_s = 0.0
+        return survey
+
+    def keep(self, nodes: DraftedNodes, load: Load, plan: StepPlan) -> Booleans:
+        """Which of the drafted nodes (M,) are verified. A node's parent is always among them."""
+        values = self.values.of(nodes.scores, nodes.depths, nodes.parents)
+        # A child is worth no more than its parent and stands behind it, so every beginning of this order is of trees.
+        order = np.argsort(-values, kind="stable")
+        rows = load.decoding + load.prefill_rows + np.arange(len(values) + 1, dtype=np.float64)
+        count, _ = best_count(values[order], load.decoding, plan.draft_s + self.verify(rows))
+        kept = np.zeros(len(values), np.bool_)
+        kept[order[:count]] = True
+        for tree in np.unique(nodes.trees).tolist() if plan.whole else ():
+            mine = np.flatnonzero(nodes.trees == tree)
+            first = mine[0]
+            parents = np.where(nodes.parents[mine] < 0, -1, nodes.parents[mine] - first)
+            one = DraftedNodes(nodes.scores[mine], nodes.depths[mine], parents, np.zeros(len(mine), np.int64))
+            self._surveys.append((one, needed_top_k(one)))
+            if plan.survey:
+                kept[order[nodes.trees[order] == tree][:_SURVEYED]] = True
+        return kept
+
+    def observe_draft(self, cost: DraftCost, sequences: int) -> None:
+        """Trees for so many sequences took so long."""
+        self.draft.observe(cost)
+        self._new_rows += 0.05 * (min(cost.new_rows / sequences, self.bounds.depth + 1.0) - self._new_rows)
+
+    def end_step(self, rows: int, seconds: float, *, has_prefill: bool) -> None:
+        """The target's step of so many rows took so long, all that follows from it included."""
+        self._steps += 1
+        self.values.step()
+        self._allowance_s += _SURVEY_SHARE * seconds
+        if not has_prefill:  # the rows of a prompt have no logits and cost less
+            self.verify.observe(rows, seconds)
+
+    def export(self, stats: Recorder) -> None:
+        """The choice, the costs and the calibration, as gauges."""
+        option = None if self._current == _PLAIN else self._options[self._current]
+        stats.set(metrics.TREE_BUDGET_DEPTH, option.depth if option else 0)
+        stats.set(metrics.TREE_BUDGET_TOP_K, option.top_k if option else 0)
+        for curve, metric in (
+            (self.verify, metrics.TREE_BUDGET_VERIFY_SECONDS),
+            (self.draft.curve, metrics.TREE_BUDGET_DRAFT_SECONDS),
+        ):
+            for size, seconds in zip(curve.sizes.tolist(), curve.seconds.tolist(), strict=True):
+                stats.set(metric, seconds, rows=int(size))
+        for edge, chance in self.values.table():
+            stats.set(metrics.TREE_BUDGET_CALIBRATION, chance, drafted=edge)
+
+    def _plan(self, load: Load, option: int, *, survey: bool = False, alone: bool = False) -> StepPlan:
+        if option == _PLAIN:
+            return StepPlan(None)
+        shape = self._options[option]
+        sequences = 1 if alone else load.drafting
+        draft_s = self.draft.at(self._new_rows * sequences, shape.depth, shape.top_k * sequences)
+        return StepPlan(shape, alone, survey, option == len(self._options) - 1, draft_s)
+
+    def _choice(self, load: Load) -> int:
+        known = self._choices.get(load)
+        if known is not None and self._steps - known[0] < _CHOICE_STEPS:
+            return known[1]
+        rates = self._rates(load)
+        best = int(rates.argmax()) - 1
+        if rates[best + 1] > _MARGIN * rates[self._current + 1]:
+            self._current = best
+        if len(self._choices) > 256:
+            self._choices.clear()
+        self._choices[load] = self._steps, self._current
+        return self._current
+
+    def _rates(self, load: Load) -> Floats:
+        """Tokens per second of plain decoding, then of every option with the nodes that it pays to verify.
+
+        Every ``drafting`` sequence is taken to have the surveyed trees' nodes, each of them by one part of them all.
+        """
+        values = np.concatenate([self.values.of(n.scores, n.depths, n.parents) for n, _ in self._surveys])
+        depths = np.concatenate([n.depths for n, _ in self._surveys])
+        widths = np.concatenate([needed for _, needed in self._surveys])
+        order = np.argsort(-values, kind="stable")
+        share = load.drafting / len(self._surveys)
+        drafted = (depths[order] <= self._depths[:, None]) & (widths[order] <= self._widths[:, None])
+        tokens = load.decoding + share * np.cumsum(np.where(drafted, values[order], 0.0), axis=1)
+        rows = load.decoding + load.prefill_rows
+        draft_s = self.draft(
+            self._new_rows * load.drafting, self._depths.astype(np.float64), self._widths * float(load.drafting)
+        )
+        verified: Floats = np.cumsum(drafted, axis=1, dtype=np.float64)
+        seconds = draft_s[:, None] + self.verify(rows + share * verified)
+        plain = load.decoding / self.verify.at(rows)
+        best = (tokens / seconds).max(axis=1, initial=0.0)
+        return np.concatenate([[plain], best])

@@ -1,0 +1,147 @@
+"""Which trees a step has: those that are set, or those that the budget finds worth their time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from eagle2.engine.budget import AdaptiveBudget, Load, StepPlan
+from eagle2.engine.costs import DraftCost
+from eagle2.engine.measuring import measure_pair
+from eagle2.engine.pair import Pair
+from eagle2.engine.sequence import Sequence as Generation
+from eagle2.engine.target import TargetRunner
+from eagle2.engine.trees import drafted_nodes, with_nodes
+from eagle2.speculative.draft import TreeShape
+from eagle2.speculative.tree import Tree
+from eagle2.telemetry import metrics
+from eagle2.telemetry.recorder import Recorder
+from eagle2.transport.messages import DraftEntry, DraftStatus, DraftTree
+
+_EXPORT_STEPS = 32
+_KNOWN_ROWS = 8  # head rows of a sequence beyond which a step brings the proposer up to date, and tells no cost
+
+
+class FixedTrees:
+    """Every sequence has a tree of one shape at every step. Also what the engine asks of any choice.
+
+    In the order of a step: ``begin``, ``is_wanted`` for each sequence, ``drafted``, ``pruned``, ``judged`` for each
+    tree, ``verified``. ``idle`` is called instead when nothing is to be done.
+    """
+
+    def __init__(self, shape: TreeShape) -> None:
+        self.shape = shape
+
+    def begin(self, running: Sequence[Generation], prefill_rows: int) -> None:
+        """A step begins: choose ``shape``. ``prefill_rows``: prompt tokens that it may take."""
+
+    def is_wanted(self, sequence: Generation) -> bool:  # noqa: ARG002
+        """Whether the proposer is asked about a sequence at this step: for a tree, or to keep up."""
+        return True
+
+    def drafted(
+        self, entries: Sequence[DraftEntry], trees: Mapping[tuple[int, int], DraftTree], seconds: float
+    ) -> None:
+        """What was asked, what came back, and how long that took."""
+
+    def pruned(self, trees: list[Tree]) -> list[Tree]:
+        """The trees (B = 1 each) that are verified, of those of all decoding sequences, roots alone among them."""
+        return trees
+
+    def judged(self, tree: Tree, path: Sequence[int]) -> None:
+        """A verified tree and the nodes on its accepted path, the root first."""
+
+    def verified(self, rows: int, seconds: float, *, has_prefill: bool) -> None:
+        """The step's forward of so many rows and what followed from it took so long."""
+
+    def idle(self, pair: Pair, target: TargetRunner) -> None:
+        """Nothing is to be done."""
+
+
+class AdaptiveTrees(FixedTrees):
+    """Trees as the budget has them. ``max_sequences`` bounds what is measured in the first idle moment of a pair."""
+
+    def __init__(
+        self,
+        budget: AdaptiveBudget,
+        stats: Recorder,
+        max_sequences: int,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        super().__init__(budget.bounds)
+        self.budget = budget
+        self._stats, self._max_sequences, self._clock = stats, max_sequences, clock
+        self._plan, self._load = StepPlan(None), Load(1, 1)
+        self._has_asked = False  # at this step, for a tree
+        self._steps = 0
+        self._is_measured = False
+
+    def begin(self, running: Sequence[Generation], prefill_rows: int) -> None:
+        decoding = [sequence for sequence in running if _decodes(sequence)]
+        drafting = sum(sequence.speculate and sequence.num_left > 1 for sequence in decoding)
+        self._load = Load(len(decoding), drafting, prefill_rows)
+        self._plan = self.budget.plan(self._load)
+        self.shape = self._plan.shape or self.budget.bounds
+        self._has_asked = False
+        if drafting:
+            self._stats.add(metrics.TREE_BUDGET_PLAIN_STEPS, self._plan.shape is None)
+            self._stats.add(metrics.TREE_BUDGET_SURVEYS, self._plan.survey)
+
+    def is_wanted(self, sequence: Generation) -> bool:
+        if self._plan.shape is None:
+            return False
+        if not self._plan.alone:
+            return True
+        first = not self._has_asked and _decodes(sequence) and sequence.num_left > 1
+        self._has_asked |= first
+        return first
+
+    def drafted(
+        self, entries: Sequence[DraftEntry], trees: Mapping[tuple[int, int], DraftTree], seconds: float
+    ) -> None:
+        sequences = sum(entry.draft for entry in entries)
+        rows = sum(len(entry.tokens) for entry in entries)
+        sound = len(trees) == len(entries) and all(
+            tree.status in (DraftStatus.OK, DraftStatus.SYNCED) for tree in trees.values()
+        )
+        if sound and sequences == len(entries) and rows <= _KNOWN_ROWS * sequences:
+            beam = sequences * self.shape.top_k
+            self.budget.observe_draft(DraftCost(rows, self.shape.depth, beam, seconds), sequences)
+
+    def pruned(self, trees: list[Tree]) -> list[Tree]:
+        if all(tree.num_nodes == 1 for tree in trees):
+            return trees
+        nodes = drafted_nodes(trees)
+        kept = self.budget.keep(nodes, self._load, self._plan)
+        self._stats.add(metrics.TREE_BUDGET_PRUNED, int(len(kept) - kept.sum()))
+        begins = np.cumsum([0, *(tree.num_nodes - 1 for tree in trees)]).tolist()
+        return [
+            with_nodes(tree, kept[begin : begin + tree.num_nodes - 1])
+            for tree, begin in zip(trees, begins, strict=False)
+        ]
+
+    def judged(self, tree: Tree, path: Sequence[int]) -> None:
+        accepted = np.zeros(tree.num_nodes, np.bool_)
+        accepted[list(path)] = True
+        depths = tree.depths()[0, 1:].numpy()
+        self.budget.values.observe(tree.scores[0, 1:].double().numpy(), depths, accepted[1:])
+
+    def verified(self, rows: int, seconds: float, *, has_prefill: bool) -> None:
+        self.budget.end_step(rows, seconds, has_prefill=has_prefill)
+        self._steps += 1
+        if self._steps % _EXPORT_STEPS == 1:
+            self.budget.export(self._stats)
+
+    def idle(self, pair: Pair, target: TargetRunner) -> None:
+        if self._is_measured or not pair.is_up:
+            return
+        self._is_measured = True
+        self.budget.draft.fit(measure_pair(pair, target, self.budget.bounds, self._max_sequences, clock=self._clock))
+        self.budget.export(self._stats)
+
+
+def _decodes(sequence: Generation) -> bool:
+    return sequence.has_root and sequence.num_to_prefill == 0

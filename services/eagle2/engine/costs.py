@@ -1,0 +1,138 @@
+"""What a step costs: seconds by the number of rows, measured at start-up and kept up to date by every step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from eagle2.engine.isotonic import Floats, isotonic
+
+# A measurement moves the whole curve by a little (a machine that becomes slower does so for all sizes) and the sizes
+# beside it by some more. One that is far off counts as one that is this far off: a machine that was elsewhere.
+_LEVEL_RATE, _SHAPE_RATE = 0.05, 0.1
+_FARTHEST = 0.4  # of log(measured / expected)
+_SMALLEST = 1e-9  # seconds
+_SWEEPS = 300  # over what was measured at start-up
+_GUESSED = 0.01  # weight of a size that was never measured
+
+
+def sizes_up_to(most: int) -> tuple[int, ...]:
+    """Sizes at which a curve is measured: 1, 2, 4, 8, 12, 16, 24, 32, 48, ... and ``most``."""
+    steps = [1, 2, 4, 8]
+    while steps[-1] < most:
+        steps += [steps[-1] * 3 // 2, steps[-1] * 2]
+    return (*(size for size in steps if size < most), most)
+
+
+class CostCurve:
+    """Seconds of a forward of so many rows: never falling, straight between the sizes that are measured.
+
+    ``sizes`` ascend from 1 on; beyond the last one the curve goes on as it last rose, below the first it is level.
+    guessed: ``seconds`` were not measured, and count for little beside sizes that are.
+    """
+
+    def __init__(self, sizes: Sequence[int], seconds: Sequence[float], *, guessed: bool = False) -> None:
+        assert len(sizes) == len(seconds) > 0, "a size has its seconds"
+        assert all(a < b for a, b in pairwise(sizes)), f"sizes ascend, not {list(sizes)}"
+        self.sizes: Floats = np.asarray(sizes, np.float64)
+        self._measured: Floats = np.maximum(np.asarray(seconds, np.float64), _SMALLEST)
+        self._weights: Floats = np.full(len(sizes), _GUESSED if guessed else 1.0)
+        self._fit()
+
+    def __call__(self, rows: Floats) -> Floats:
+        """Seconds (...) for rows (...), which need not be whole."""
+        seconds: Floats = np.interp(rows, self.sizes, self._seconds)
+        beyond: Floats = self._rise * np.maximum(rows - self.sizes[-1], 0.0)
+        return seconds + beyond
+
+    def at(self, rows: float) -> float:
+        return float(self(np.array([rows]))[0])
+
+    @property
+    def seconds(self) -> Floats:
+        """The curve at its sizes."""
+        return self._seconds
+
+    def observe(self, rows: float, seconds: float) -> None:
+        """A step of so many rows took so long."""
+        residual = _residual(seconds, self.at(rows))
+        self.shift(_LEVEL_RATE * residual)
+        self.bend(rows, _SHAPE_RATE * residual)
+
+    def shift(self, log_factor: float) -> None:
+        """All sizes take exp(log_factor) times as long."""
+        self._measured *= np.exp(log_factor)
+        self._fit()
+
+    def bend(self, rows: float, log_factor: float) -> None:
+        """The sizes on both sides of ``rows`` do, each by its nearness."""
+        places = np.arange(len(self.sizes))
+        nearness = np.maximum(0.0, 1.0 - np.abs(np.interp(rows, self.sizes, places) - places))
+        self._measured *= np.exp(log_factor * nearness)
+        self._weights = np.maximum(self._weights, nearness)
+        self._fit()
+
+    def _fit(self) -> None:
+        self._seconds = isotonic(self._measured, self._weights)
+        # The last rise is that from half the largest size on: a single step of the curve is too noisy.
+        last = self.sizes[-1]
+        begin = float(np.interp(last / 2, self.sizes, self._seconds))
+        self._rise = (self._seconds[-1] - begin) / (last - last / 2) if len(self.sizes) > 1 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCost:
+    """How long trees took: ``new_rows`` head rows first, then ``depth`` - 1 levels of ``beam_rows`` rows each."""
+
+    new_rows: int
+    depth: int
+    beam_rows: int
+    seconds: float
+
+
+class DraftCosts:
+    """Seconds from the question for trees to the answer: the way there and back, the new rows, the levels.
+
+    ``curve`` is that of one forward of the draft head, ``overhead_s`` what every question costs.
+    """
+
+    def __init__(self, curve: CostCurve, overhead_s: float = 1e-4) -> None:
+        self.curve = curve
+        self._overhead_s = overhead_s
+
+    def __call__(self, new_rows: float, depth: Floats, beam_rows: Floats) -> Floats:
+        """Seconds (...) for depths (...) and beam rows (...): the sum of all sequences' rows, a level."""
+        return self._overhead_s + self.curve.at(new_rows) + (depth - 1) * self.curve(beam_rows)
+
+    def at(self, new_rows: float, depth: int, beam_rows: float) -> float:
+        return float(self(new_rows, np.array([float(depth)]), np.array([float(beam_rows)]))[0])
+
+    def fit(self, measured: Iterable[DraftCost]) -> None:
+        """Take over what was measured at start-up: the parts that make up the measured sums."""
+        measured = list(measured)
+        for _ in range(_SWEEPS):
+            for cost in measured:
+                self._learn(cost, 0.0, 0.8)
+
+    def observe(self, cost: DraftCost) -> None:
+        self._learn(cost, _LEVEL_RATE, _SHAPE_RATE)
+
+    def _learn(self, cost: DraftCost, level_rate: float, shape_rate: float) -> None:
+        extend = self.curve.at(cost.new_rows)
+        levels = (cost.depth - 1) * self.curve.at(cost.beam_rows)
+        expected = self._overhead_s + extend + levels
+        residual = _residual(cost.seconds, expected)
+        # Each part answers for its share of the time.
+        self.curve.shift(level_rate * residual)
+        self._overhead_s *= float(np.exp(residual * (level_rate + shape_rate * self._overhead_s / expected)))
+        self.curve.bend(cost.new_rows, shape_rate * residual * extend / expected)
+        if cost.depth > 1:
+            self.curve.bend(cost.beam_rows, shape_rate * residual * levels / expected)
+
+
+def _residual(measured: float, expected: float) -> float:
+    difference = float(np.log(max(measured, _SMALLEST) / expected))
+    return min(max(difference, -_FARTHEST), _FARTHEST)
