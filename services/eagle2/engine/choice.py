@@ -107,7 +107,7 @@ class AdaptiveTrees(FixedTrees):
         sound = len(trees) == len(entries) and all(
             tree.status in (DraftStatus.OK, DraftStatus.SYNCED) for tree in trees.values()
         )
-        if sound and sequences == len(entries) and rows <= _KNOWN_ROWS * sequences:
+        if sequences and sound and sequences == len(entries) and rows <= _KNOWN_ROWS * sequences:
             beam = sequences * self.shape.top_k
             self.budget.observe_draft(DraftCost(rows, self.shape.depth, beam, seconds), sequences)
 
