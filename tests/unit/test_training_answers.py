@@ -19,7 +19,7 @@ from eagle2.models.target import TargetModel
 from eagle2.models.tiny import write_tiny_target
 from eagle2.training.answers import AnswerSettings, answer_prompts
 from eagle2.training.data import ChatEncoder, DataError, read_examples
-from eagle2.training.decoder import BatchDecoder, Task
+from eagle2.training.decoder import BatchDecoder, Task, inverted
 from eagle2.training.prompts import Prompt
 
 SETTINGS = AnswerSettings(temperatures=(0.0, 0.8), max_tokens=12, max_prompt_tokens=60, seed=3)
@@ -218,3 +218,14 @@ def test_no_room_for_a_prompt(tmp_path: Path, checkpoint: Checkpoint, prompts: l
     with pytest.raises(ConfigError, match="leave no room for a prompt"):
         answer_prompts(checkpoint, prompts, tmp_path / "a.jsonl", AnswerSettings(max_tokens=256))
     assert not (tmp_path / "a.jsonl").exists()
+
+
+def test_a_draw_falls_where_the_running_sum_passes_it() -> None:
+    """Against a running sum over the whole vocabulary, with weightless tokens and a short last block."""
+    weights = torch.tensor([1.0, 0.0, 3.0, 0.0]).repeat(150)[:599].expand(6, -1).contiguous()
+    shares = torch.tensor([0.0, 1 / 600, 0.25, 0.5, 0.73, 1 - 2**-53], dtype=torch.float64)
+    total = weights[0].double().sum()
+    expected = [int((weights[0].double().cumsum(0) <= share * total).sum()) for share in shares]
+    assert inverted(weights, shares).tolist() == expected
+    assert expected[0] == 0
+    assert expected[-1] == 598

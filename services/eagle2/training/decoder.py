@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from eagle2.engine.assemble import Checkpoint
 from eagle2.engine.batch import RowsBuilder
@@ -19,6 +20,7 @@ from eagle2.models.target import TargetModel
 
 # Prompt tokens that one step takes beside the decoding rows: few enough that no step is long.
 _PREFILL_ROWS = 192
+_BLOCK = 256  # tokens that are summed before the first look at where a draw falls
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +141,8 @@ class BatchDecoder:
 def pick_tokens(logits: Tensor, sequences: Sequence[_Sequence]) -> list[int]:
     """The next token of each sequence, from its logits (R, V) float32: the arg-max, or a draw at its temperature.
 
-    A draw inverts the distribution at one number, a hash of key and position. (``choose_token`` of the server hashes
-    every token id, so that drafted and plain text agree, which takes longer here than all the rest of a step.)
+    A draw inverts the distribution at one number, a hash of key and position. The server's ``choose_token`` hashes
+    every token id, so that drafted and plain text agree; nothing is drafted here, and this takes a third of the time.
     """
     best = logits.max(dim=1)
     if not bool(best.values.isfinite().all()):
@@ -149,15 +151,30 @@ def pick_tokens(logits: Tensor, sequences: Sequence[_Sequence]) -> list[int]:
     drawn = [i for i, sequence in enumerate(sequences) if sequence.task.temperature > 0]
     if drawn:
         temperatures = torch.tensor([sequences[i].task.temperature for i in drawn], device=logits.device)
-        scaled = (logits[drawn] - best.values[drawn, None]) / temperatures[:, None]
-        cumulative = scaled.exp_().cumsum(dim=1, dtype=torch.float64)
-        at = [_uniform(sequences[i].task.key, len(sequences[i].tokens)) for i in drawn]
-        points = cumulative[:, -1:] * torch.tensor(at, dtype=torch.float64, device=logits.device)[:, None]
-        # The first token whose sum lies above the point: one of no probability never is.
-        found = torch.searchsorted(cumulative, points, right=True)[:, 0]
+        weights = logits[drawn].sub_(best.values[drawn, None]).div_(temperatures[:, None]).exp_()
+        shares = [_uniform(sequences[i].task.key, len(sequences[i].tokens)) for i in drawn]
+        found = inverted(weights, torch.tensor(shares, dtype=torch.float64, device=logits.device))
         for i, token in zip(drawn, found.tolist(), strict=True):
             tokens[i] = token
     return tokens
+
+
+def inverted(weights: Tensor, shares: Tensor) -> Tensor:
+    """The token at which each row's running sum passes its share of the whole. weights (R, V), shares (R,) -> (R,).
+
+    First the block of tokens, then the token in it: a running sum over the whole vocabulary is slow. A token of no
+    weight is never returned.
+    """
+    rows = torch.arange(len(weights), device=weights.device)
+    blocks = F.pad(weights, (0, -weights.shape[1] % _BLOCK)).view(len(weights), -1, _BLOCK)
+    sums = blocks.sum(dim=2).double().cumsum(dim=1)
+    points = sums[:, -1:] * shares[:, None]
+    block = torch.searchsorted(sums, points, right=True)
+    points -= F.pad(sums, (1, 0)).gather(1, block)
+    inside = blocks[rows, block[:, 0]].double().cumsum(dim=1)
+    # The two ways to sum a block may differ by rounding: the last token of weight takes what is left.
+    last = (inside < inside[:, -1:]).sum(dim=1)
+    return block[:, 0] * _BLOCK + torch.searchsorted(inside, points, right=True)[:, 0].minimum(last)
 
 
 def _uniform(key: str, position: int) -> float:
