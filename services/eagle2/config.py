@@ -68,12 +68,14 @@ class EngineSettings:
 
     ``depth``, ``top_k`` and ``num_draft_tokens`` bound the tree of one sequence (paper section 4.1); the root is
     not counted. ``tree_budget`` says whether every step has that tree, or one that is chosen up to it by what it costs
-    and yields. ``draft_timeout_s`` is how long a step waits for trees before it decodes plainly.
+    and yields. ``prefix_cache`` keeps what was read for later requests of the same tenant that begin alike.
+    ``draft_timeout_s`` is how long a step waits for trees before it decodes plainly.
     """
 
     max_sequences: int = 8
     kv_slots: int | None = None
     prefill_chunk: int = 256
+    prefix_cache: bool = True
     depth: int = 2
     top_k: int = 8
     num_draft_tokens: int = 10

@@ -64,12 +64,13 @@ def request(
     speculation: bool = True,
     output_ids: Sequence[int] = (),
     deadline: float | None = None,
+    tenant: str = "t",
     **sampling: object,
 ) -> GenerationRequest:
     values: dict[str, object] = {"seed": 0, "temperature": 0.0, **sampling}
     return GenerationRequest(
         request_id=f"r{next(_numbers)}",
-        tenant="t",
+        tenant=tenant,
         prompt_ids=prompt_ids(prompt) if isinstance(prompt, str) else tuple(prompt),
         sampling=SamplingParams(**values),  # type: ignore[arg-type]
         stop=StopConditions(max_tokens, tuple(stop), tuple(stop_token_ids), ignore_eos),
@@ -118,6 +119,7 @@ class EngineKit:
         max_sequences: int = 8,
         prefill_chunk: int = 64,
         max_model_len: int = 512,
+        prefix_cache: bool = True,
         shape: TreeShape = _SHAPE,
         vocab_size: int = 258,
         wrap: Callable[[ProposerLink], ProposerLink] = lambda link: link,
@@ -143,7 +145,7 @@ class EngineKit:
             Tokenizer(byte_tokenizer_json()),
             self.pair,
             self.stats,
-            EngineLimits(max_model_len, max_sequences, prefill_chunk),
+            EngineLimits(max_model_len, max_sequences, prefill_chunk, prefix_cache=prefix_cache),
             shape,
             frozenset({EOS}),
         )

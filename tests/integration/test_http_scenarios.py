@@ -1,6 +1,6 @@
 """Faults that people reported in systems like this one, tried from outside: over HTTP, against a real engine.
 
-B02 greedy, B07 penalties, B09 seeds, B12 stops, B13 counts, B23 clients that leave.
+B02 greedy, B06 the next turn, B07 penalties, B09 seeds, B12 stops, B13 counts, B23 clients that leave, B39 tenants.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from eagle2.telemetry import metrics
-from fakes.engines import PROMPTS, EngineKit
+from fakes.engines import PROMPTS, EngineKit, prompt_ids
 from fakes.engines import request as engine_request
 from integration.conftest import Stack
 
@@ -29,7 +29,7 @@ async def client(stack: Stack) -> AsyncIterator[httpx.AsyncClient]:
         yield opened
 
 
-async def complete(client: httpx.AsyncClient, prompt: str, **fields: Any) -> Body:
+async def complete(client: httpx.AsyncClient, prompt: str | list[int], **fields: Any) -> Body:
     body = {"prompt": prompt, "temperature": 0, "max_tokens": 32, "return_token_ids": True, **fields}
     response = await client.post("/v1/completions", json=body)
     assert response.status_code == 200, response.text
@@ -197,6 +197,46 @@ async def test_b23_clients_that_leave(stack: Stack, client: httpx.AsyncClient) -
     for _ in range(10):
         await asyncio.gather(*(complete(client, p, max_tokens=3) for p in PROMPTS for _ in range(2)))
     assert stats.get(metrics.NUM_REQUESTS_ABORTED) == aborted, "a normal end is no abort"
+
+
+def cached(answer: Body) -> int:
+    tokens: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return tokens
+
+
+async def test_b06_the_next_turn_reads_only_the_new_line(stack: Stack, client: httpx.AsyncClient) -> None:
+    """History and a new line, as token ids, as far as an end inside a block; `cached_tokens` says what was found."""
+    prompt = "the captain of the seventh ship "
+    whole = await complete(client, prompt, max_tokens=40, ignore_eos=True)
+    ids = whole["choices"][0]["token_ids"]
+    place = next(i for i in range(5, 40) if ids.index(ids[i]) == i)
+    ask = {"max_tokens": 40, "ignore_eos": True, "stop_token_ids": [ids[place]]}
+    first = await complete(client, prompt, **ask)
+    assert cached(first) == cached(await streamed(client, prompt, **ask)) == first["usage"]["prompt_tokens"] - 1
+    history = [*prompt_ids(prompt), *first["choices"][0]["token_ids"]]
+    before = stack.kit.stats.get(metrics.PREFILL_TOKENS)
+    second = await complete(client, [*history, *b"+ so "])
+    assert len(history) - 1 <= cached(second) <= len(history)
+    assert stack.kit.stats.get(metrics.PREFILL_TOKENS) - before == len(history) + 5 - cached(second)
+    cold = EngineKit(None, prefix_cache=False).answer(engine_request([*history, *b"+ so "], max_tokens=32))
+    assert second["choices"][0]["token_ids"] == cold.ids
+
+
+async def test_b39_keys_share_no_cache(client: httpx.AsyncClient) -> None:
+    """The same prompt with another key is cold, and so is one whose name looks alike; the own key's is warm."""
+    prompt = "\u00a7 seven lighthouses of the northern coast " * 3
+    tokens, begin = len(prompt_ids(prompt)), 1  # that all texts share
+    keys = [None, "org_1", "org_12345", "org_1 2345"]
+    answers = []
+    for expected in ((0, begin), (tokens - 1,)):
+        for key in keys:
+            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+            body = {"prompt": prompt, "temperature": 0, "max_tokens": 4, "user": "s1", "return_token_ids": True}
+            response = await client.post("/v1/completions", json=body, headers=headers)
+            assert response.status_code == 200, response.text
+            answers.append(response.json())
+            assert cached(answers[-1]) in expected, key
+    assert len({str(outcome(answer)) for answer in answers}) == 1
 
 
 async def read_all(client: httpx.AsyncClient, body: Body) -> None:

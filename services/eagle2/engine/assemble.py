@@ -128,6 +128,7 @@ def build_engine(settings: Settings, checkpoint: Checkpoint, connect: Connect | 
         max_model_len=checkpoint.max_model_len,
         max_sequences=settings.engine.max_sequences,
         prefill_chunk=settings.engine.prefill_chunk,
+        prefix_cache=settings.engine.prefix_cache,
     )
     slots = num_slots(settings, checkpoint)
     if slots < limits.max_model_len:

@@ -18,6 +18,7 @@ from eagle2.engine.batch import RowsBuilder
 from eagle2.engine.budget import AdaptiveBudget
 from eagle2.engine.choice import AdaptiveTrees, FixedTrees
 from eagle2.engine.pair import Pair
+from eagle2.engine.reuse import PrefixReuse
 from eagle2.engine.scheduler import Scheduler
 from eagle2.engine.sequence import Sequence, Sink, rule_of
 from eagle2.engine.target import TargetRunner
@@ -44,11 +45,13 @@ _ACCEPTANCE_WINDOW = 100  # trees
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """max_model_len: prompt and output together, in tokens. prefill_chunk: prompt tokens that one step takes."""
+    """max_model_len: prompt and output together, in tokens. prefill_chunk: prompt tokens that one step takes.
+    prefix_cache: whether what was read is kept for later requests."""
 
     max_model_len: int
     max_sequences: int
     prefill_chunk: int
+    prefix_cache: bool = True
 
 
 @dataclass(slots=True)
@@ -85,7 +88,8 @@ class Engine:
         if budget is not None:
             self._trees = AdaptiveTrees(budget, stats, limits.max_sequences, clock=clock)
         self._on_thread_start = on_thread_start
-        self.scheduler = Scheduler(target.pool, limits.max_sequences)
+        self._reuse = PrefixReuse(target.pool, stats, enabled=limits.prefix_cache)
+        self.scheduler = Scheduler(target.pool, limits.max_sequences, self._reuse)
         self._ids = itertools.count(1)
         self._inbox: deque[Sequence] = deque()
         self._work = threading.Condition()
@@ -305,7 +309,7 @@ class Engine:
         """Slots for this step's prompt tokens; (sequence, count), as many as there are slots for."""
         taken = []
         for sequence, count in self.scheduler.plan_prefill(self._limits.prefill_chunk):
-            count = min(count, self._target.pool.num_free)
+            count = min(count, self._target.pool.num_available)
             if count:
                 sequence.table.extend(count)
                 taken.append((sequence, count))
@@ -346,6 +350,9 @@ class Engine:
                 starting.append(sequence)
                 wanted.append(len(builder) - 1)
         features = self._target.forward(builder.build(self._target.device))
+        for sequence, count in prefilling:
+            self.stats.add(metrics.PREFILL_TOKENS, count)
+            self._reuse.keep(sequence)
         if wanted:
             logits = self._target.logits(features[wanted])
             self._accept(decoding, starting, logits)
@@ -377,6 +384,7 @@ class Engine:
         for row, sequence in enumerate(starting, start=int(firsts[-1])):
             if not sound[row]:
                 self._fail(sequence, "The model's output is not a number for this prompt.")
+                self._reuse.clear()
                 continue
             token = int(argmax[row])
             if not sequence.rule.is_plain_greedy:
@@ -390,6 +398,7 @@ class Engine:
         sequence.table.commit(item.slots, path)
         if not sound:
             self._fail(sequence, f"The model's output is not a number after {sequence.num_output} tokens.")
+            self._reuse.clear()
             return
         drafted = item.tree.num_nodes - 1
         sequence.num_cycles += 1
@@ -439,6 +448,7 @@ class Engine:
         self.stats.set(metrics.NUM_REQUESTS_RUNNING, len(self.scheduler.running))
         self.stats.set(metrics.NUM_REQUESTS_WAITING, len(self.scheduler.waiting))
         self.stats.set(metrics.KV_SLOTS_USED, self._target.pool.num_used, side="target")
+        self._reuse.set_gauges()
 
 
 def _choose_at(item: _Decoding, node: int, logits: Tensor) -> int:

@@ -36,6 +36,9 @@ class Sequence:
     the last one, the root.
 
     ``held`` counts head rows that the proposer has confirmed, valid while ``pairing`` is the pair's current one.
+    ``num_cached`` counts prompt tokens that were found in the prefix cache, ``num_read`` the tokens whose KV has been
+    there before (a preemption takes it away again), ``looked_up`` is the version of the index that was searched, -1
+    before the first search.
     """
 
     id: int
@@ -53,6 +56,9 @@ class Sequence:
     pairing: int = -1
     cycle: int = 0
     cancelled: bool = False
+    num_cached: int = 0
+    num_read: int = 0
+    looked_up: int = -1
     num_cycles: int = 0
     num_accepted: int = 0
     num_drafted: int = 0
@@ -126,6 +132,7 @@ class Sequence:
         return Usage(
             prompt_tokens=self.num_prompt,
             completion_tokens=self.num_output,
+            cached_tokens=self.num_cached,
             accepted_prediction_tokens=self.num_accepted,
             rejected_prediction_tokens=self.num_drafted - self.num_accepted,
             cycles=self.num_cycles,

@@ -6,7 +6,7 @@ copied. The KV tensors themselves belong to the models; this module only says wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,13 +19,21 @@ class OutOfSlotsError(Exception):
 
 
 class SlotPool:
-    """Hands out slot indices 0..num_slots-1 and counts their owners."""
+    """Hands out slot indices 0..num_slots-1 and counts their owners.
+
+    One owner may be a prefix index, which *keeps* slots for tokens that may come again. A slot that nobody else owns is
+    idle then: it holds a token, and is given up as soon as it is asked for.
+    """
 
     def __init__(self, num_slots: int) -> None:
         if num_slots < 1:
             raise ValueError(f"a slot pool needs at least one slot, got {num_slots}")
         self.num_slots = num_slots
+        # Gives up that many idle slots; set by who keeps them.
+        self.reclaim: Callable[[int], None] | None = None
         self._references = np.zeros(num_slots, dtype=np.int32)
+        self._kept = np.zeros(num_slots, dtype=np.bool_)
+        self._num_idle = 0
         # A stack whose top is the lowest index at the start, so that a fresh pool fills from the front.
         self._free = np.arange(num_slots - 1, -1, -1, dtype=np.int32)
         self._num_free = num_slots
@@ -35,13 +43,28 @@ class SlotPool:
         return self._num_free
 
     @property
+    def num_idle(self) -> int:
+        """Slots that are kept and have no other owner."""
+        return self._num_idle
+
+    @property
+    def num_available(self) -> int:
+        """Slots that can be allocated: those that are free, and those that can be reclaimed."""
+        return self._num_free + self._num_idle
+
+    @property
     def num_used(self) -> int:
-        return self.num_slots - self._num_free
+        """Slots that cannot be had: sequences and their trees hold them."""
+        return self.num_slots - self.num_available
 
     def allocate(self, count: int) -> Slots:
         """``count`` slots with one owner each. Raises ``OutOfSlotsError``, then nothing has changed."""
+        if count > self.num_available:
+            raise OutOfSlotsError(f"{count} slots were asked for, {self.num_available} of {self.num_slots} are free")
         if count > self._num_free:
-            raise OutOfSlotsError(f"{count} slots were asked for, {self._num_free} of {self.num_slots} are free")
+            assert self.reclaim is not None, "idle slots that nobody can give up"
+            self.reclaim(count - self._num_free)
+            assert count <= self._num_free, "idle slots were not given up"
         taken = self._free[self._num_free - count : self._num_free][::-1].copy()
         self._num_free -= count
         self._references[taken] = 1
@@ -50,18 +73,48 @@ class SlotPool:
     def retain(self, slots: Slots) -> None:
         """One more owner for each slot."""
         assert (self._references[slots] > 0).all(), "a free slot cannot get a second owner"
+        self._num_idle -= self._count_idle(slots)
         np.add.at(self._references, slots, 1)
 
     def release(self, slots: Slots) -> None:
         """One owner less for each slot; those without owners are free again."""
         if not len(slots):
             return
+        self._num_idle -= self._count_idle(slots)
         np.subtract.at(self._references, slots, 1)
+        self._num_idle += self._count_idle(slots)
         left = self._references[slots]
         assert (left >= 0).all(), "a slot was released more often than it was taken"
+        assert (left[self._kept[slots]] > 0).all(), "a kept slot was released by somebody who does not own it"
         freed = np.unique(slots[left == 0])[::-1]
         self._free[self._num_free : self._num_free + len(freed)] = freed
         self._num_free += len(freed)
+
+    def keep(self, slots: Slots) -> None:
+        """Become an owner that holds on to ``slots`` (distinct ones, owned by somebody) until they are needed."""
+        assert not self._kept[slots].any(), "a slot cannot be kept twice"
+        self.retain(slots)
+        self._kept[slots] = True
+
+    def drop(self, slots: Slots) -> None:
+        """No longer keep ``slots``; the idle ones are free again."""
+        assert self._kept[slots].all(), "a slot that is not kept cannot be dropped"
+        self._num_idle -= self._count_idle(slots)
+        self._kept[slots] = False
+        self.release(slots)
+
+    def idle_tail(self, slots: Slots) -> int:
+        """How many of ``slots``, counted from the end, only their keeper owns."""
+        busy = np.nonzero(self._references[slots] > 1)[0]
+        return len(slots) - (int(busy[-1]) + 1 if len(busy) else 0)
+
+    def count_used(self, slots: Slots) -> int:
+        """How many of ``slots``, owned and distinct ones, somebody other than their keeper owns."""
+        return len(slots) - self._count_idle(slots)
+
+    def _count_idle(self, slots: Slots) -> int:
+        idle = slots[self._kept[slots] & (self._references[slots] == 1)]
+        return len(np.unique(idle)) if len(idle) else 0
 
     def check_integrity(self, owners: Iterable[Sequence[int] | Slots]) -> None:
         """Raises AssertionError unless ``owners``, all holders of slots, explain every reference and none is lost."""
@@ -76,6 +129,9 @@ class SlotPool:
         assert len(np.unique(free)) == len(free), "a slot is twice in the free list"
         assert (self._references[free] == 0).all(), "an owned slot is in the free list"
         assert len(free) == int((self._references == 0).sum()), "a slot without owners is not in the free list"
+        assert not self._kept[free].any(), "a kept slot is in the free list"
+        idle = int((self._kept & (self._references == 1)).sum())
+        assert self._num_idle == idle, f"{idle} slots are idle, {self._num_idle} were counted"
 
 
 class SlotTable:
@@ -104,6 +160,14 @@ class SlotTable:
         """Append slots that another owner holds too (a shared prefix)."""
         self._pool.retain(slots)
         self._append(slots)
+
+    def adopt(self, slots: Slots) -> None:
+        """Use ``slots``, which another owner holds for the same tokens, for the first positions and those behind."""
+        own = min(len(slots), self._length)
+        self._pool.retain(slots)
+        self._pool.release(self._slots[:own].copy())
+        self._slots[:own] = slots[:own]
+        self._append(slots[own:])
 
     def commit(self, node_slots: Slots, path: Sequence[int]) -> None:
         """Keep the slots of the nodes on ``path``, in order, and free the other nodes' slots.

@@ -73,6 +73,12 @@ NUM_REQUESTS_FAILED = Metric("num_requests_failed_total", "counter", "Sequences 
 NUM_PREEMPTIONS = Metric("num_preemptions_total", "counter", "Sequences put back because slots ran out.")
 PROMPT_TOKENS = Metric("prompt_tokens_total", "counter", "Prompt tokens taken in.")
 CACHED_PROMPT_TOKENS = Metric("prompt_tokens_cached_total", "counter", "Prompt tokens found in the cache.")
+PREFILL_TOKENS = Metric(
+    "prefill_tokens_total", "counter", "Tokens that the target read before it could decode; a cached prefix saves them."
+)
+PREFIX_CACHE_QUERIES = Metric("prefix_cache_queries_total", "counter", "Tokens looked up in the prefix cache.")
+PREFIX_CACHE_HITS = Metric("prefix_cache_hits_total", "counter", "Tokens found in the prefix cache.")
+PREFIX_CACHE_EVICTIONS = Metric("prefix_cache_evictions_total", "counter", "Tokens that the prefix cache gave up.")
 GENERATION_TOKENS = Metric("generation_tokens_total", "counter", "Tokens committed.")
 CYCLES = Metric("cycles_total", "counter", "Steps of the batch.")
 NUM_DRAFTS = Metric("spec_decode_num_drafts_total", "counter", "Trees that the target verified.")
@@ -117,7 +123,10 @@ TREE_BUDGET_DRAFT_SECONDS = Metric(
 TREE_BUDGET_CALIBRATION = Metric(
     "tree_budget_calibration", "gauge", "Share of nodes accepted, by their drafted probability at most.", ("drafted",)
 )
-KV_SLOTS_USED = Metric("kv_slots_used", "gauge", "KV slots that hold a token.", ("side",))
+KV_SLOTS_USED = Metric("kv_slots_used", "gauge", "KV slots that sequences hold.", ("side",))
+KV_SLOTS_CACHED = Metric(
+    "kv_slots_cached", "gauge", "KV slots that are kept for their prefixes alone and can be had.", ("side",)
+)
 KV_SLOTS_CAPACITY = Metric("kv_slots_capacity", "gauge", "KV slots there are.", ("side",))
 
 VERIFIER_METRICS = (
@@ -129,6 +138,10 @@ VERIFIER_METRICS = (
     NUM_PREEMPTIONS,
     PROMPT_TOKENS,
     CACHED_PROMPT_TOKENS,
+    PREFILL_TOKENS,
+    PREFIX_CACHE_QUERIES,
+    PREFIX_CACHE_HITS,
+    PREFIX_CACHE_EVICTIONS,
     GENERATION_TOKENS,
     CYCLES,
     NUM_DRAFTS,
@@ -154,6 +167,7 @@ VERIFIER_METRICS = (
     TREE_BUDGET_DRAFT_SECONDS,
     TREE_BUDGET_CALIBRATION,
     KV_SLOTS_USED,
+    KV_SLOTS_CACHED,
     KV_SLOTS_CAPACITY,
 )
 
