@@ -51,7 +51,7 @@ class Recipe:
     warm_up: int = 100
     batch_tokens: int = 2048
     noise: float = 0.2
-    rollout: int = 5
+    rollout: int = 3
     rollout_from: float = 0.35
     regression_weight: float = 1.0
     cross_entropy_weight: float = 0.1
