@@ -35,7 +35,7 @@ class FixedTrees:
         self.shape = shape
 
     def begin(self, running: Sequence[Generation], prefill_rows: int) -> None:
-        """A step begins: choose ``shape``. ``prefill_rows``: prompt tokens that it may take."""
+        """A step with a proposer begins: choose ``shape``. ``prefill_rows``: prompt tokens that it may take."""
 
     def is_wanted(self, sequence: Generation) -> bool:  # noqa: ARG002
         """Whether the proposer is asked about a sequence at this step: for a tree, or to keep up."""

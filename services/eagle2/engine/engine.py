@@ -215,7 +215,8 @@ class Engine:
     def _draft(self) -> list[_Decoding]:
         """Bring the proposer up to date and get this step's trees. Sequences without a tree decode plainly."""
         prompts = sum(max(sequence.num_to_prefill, 0) for sequence in self.scheduler.running)
-        self._trees.begin(self.scheduler.running, min(prompts, self._limits.prefill_chunk))
+        if self._pair.is_up:
+            self._trees.begin(self.scheduler.running, min(prompts, self._limits.prefill_chunk))
         entries, plain = [], {}
         for sequence in self.scheduler.running:
             is_asked = self._pair.is_up and sequence.speculate and self._trees.is_wanted(sequence)
