@@ -70,9 +70,10 @@ def test_it_writes_a_head_that_fits(
     assert "tokens a cycle on held-out prompts" in card
     history = [json.loads(line) for line in (tmp_path / "head.work" / "history.jsonl").read_text().splitlines()]
     assert len(history) == 3
-    assert history[-1]["regression"] < history[0]["regression"]
+    assert history[-1]["held_out_regression"] < history[0]["held_out_regression"]
     assert all(1 <= entry["tau"] <= 7 for entry in history)
     assert json.loads((tmp_path / "head.work" / "losses.jsonl").read_text().splitlines()[-1])["progress"] == 1
+    assert (out / "training.png").stat().st_size > 0
     table = DraftVocabulary.load(out, TargetConfig.from_folder(target).vocab_size)
     assert table is not None
     assert int(table.counts.sum()) > 36 * 6

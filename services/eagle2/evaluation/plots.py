@@ -219,7 +219,7 @@ def _training(history: Sequence[Row]) -> Draw | None:
             axes.set_ylabel(label)
             axes.grid(True, color="0.9")
             axes.legend(fontsize=8, frameon=False)
-        figure.suptitle("Training, measured on held-out text", fontsize=10)
+        figure.suptitle("Training: loss of the steps, acceptance on held-out text", fontsize=10)
 
     return draw
 

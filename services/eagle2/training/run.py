@@ -18,6 +18,7 @@ from eagle2.engine.assemble import load_checkpoint
 from eagle2.errors import ConfigError
 from eagle2.models.architecture import DraftConfig
 from eagle2.models.loader import resolve_draft
+from eagle2.evaluation.plots import write_plots
 from eagle2.training.answers import AnswerSettings, answer_prompts
 from eagle2.training.card import Training, model_card
 from eagle2.training.checkpoint import STATE, head_config, write_atomically, write_head
@@ -121,6 +122,7 @@ class TrainingRun:
         # A run that was killed while it measured for the last time has no step left, and still no measurement.
         if all(entry["step"] != trainer.step for entry in _entries_before(self._history, trainer.step + 1)):
             measure()
+        write_plots({"history": [*_entries(losses.path), *_entries(self._history)]}, plan.out)
         progress.say(f"The best head is in {plan.out}.")
 
     @property
@@ -206,7 +208,7 @@ class TrainingRun:
             "score": quality.score,
             "tau": quality.tau,
             "chain_tau": agreement.chain_tau,
-            "regression": agreement.regression,
+            "held_out_regression": agreement.regression,
             "top1": agreement.top1,
             "topk": agreement.topk,
         }
@@ -236,7 +238,7 @@ class _Losses:
 
     def __init__(self, path: Path, step: int) -> None:
         """Go on behind ``step``; what a killed run wrote beyond it comes again."""
-        self._path = path
+        self.path = path
         self._entries = _entries_before(path, step + 1)
         self._reports: list[StepReport] = []
 
@@ -256,12 +258,16 @@ class _Losses:
             }
         )
         self._reports = []
-        _write_entries(self._path, self._entries)
+        _write_entries(self.path, self._entries)
+
+
+def _entries(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return [json.loads(line) for line in lines]
 
 
 def _entries_before(path: Path, step: int) -> list[dict[str, Any]]:
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    return [entry for entry in map(json.loads, lines) if entry["step"] < step]
+    return [entry for entry in _entries(path) if entry["step"] < step]
 
 
 def _write_entries(path: Path, entries: Sequence[dict[str, Any]]) -> None:
