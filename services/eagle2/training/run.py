@@ -16,9 +16,9 @@ from torch import Tensor
 from eagle2.config import DType, ModelSettings
 from eagle2.engine.assemble import load_checkpoint
 from eagle2.errors import ConfigError
+from eagle2.evaluation.plots import write_plots
 from eagle2.models.architecture import DraftConfig
 from eagle2.models.loader import resolve_draft
-from eagle2.evaluation.plots import write_plots
 from eagle2.training.answers import AnswerSettings, answer_prompts
 from eagle2.training.card import Training, model_card
 from eagle2.training.checkpoint import STATE, head_config, write_atomically, write_head
