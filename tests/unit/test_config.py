@@ -50,6 +50,7 @@ def test_settings_survive_the_way_through_plain_values() -> None:
         ({"engine": {"depth": 0}}, r"depth must be at least 1, not 0"),
         ({"engine": {"kv_slots": 3}}, r"kv_slots must be at least 16, not 3"),
         ({"engine": {"depth": "deep"}}, r"engine\.depth cannot be 'deep'"),
+        ({"engine": {"tree_budget": "clever"}}, r"engine\.tree_budget cannot be 'clever': .*'fixed' or 'adaptive'"),
         ({"model": {"dtype": "int8"}}, r"model\.dtype cannot be 'int8'"),
         ({"model": {"target": ""}}, r"target must name a model"),
         ({"model": {"draft_vocabulary": 0}}, r"draft_vocabulary must be at least 1, not 0"),
