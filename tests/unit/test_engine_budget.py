@@ -129,6 +129,7 @@ class Machine:
         return [plan for plan, _ in outcomes], sum(nodes for _, nodes in late) / len(late)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.floats(0.0, 1.0), max_size=7),
     st.integers(1, 4),

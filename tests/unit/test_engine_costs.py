@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle2.engine.costs import CostCurve, DraftCost, DraftCosts, sizes_up_to
@@ -14,6 +14,7 @@ from eagle2.engine.values import NodeValues
 weighted = st.lists(st.tuples(st.floats(-10, 10), st.floats(0.1, 10)), min_size=1, max_size=12)
 
 
+@settings(deadline=None)
 @given(weighted)
 def test_isotonic_rises_and_keeps_the_mean(pairs: list[tuple[float, float]]) -> None:
     values, weights = (np.array(column) for column in zip(*pairs, strict=True))
@@ -23,6 +24,7 @@ def test_isotonic_rises_and_keeps_the_mean(pairs: list[tuple[float, float]]) -> 
     assert isotonic(np.sort(values), weights).tolist() == pytest.approx(np.sort(values).tolist())
 
 
+@settings(deadline=None)
 @given(weighted, st.integers(0, 2**32))
 def test_no_rising_sequence_is_nearer_than_isotonic(pairs: list[tuple[float, float]], seed: int) -> None:
     values, weights = (np.array(column) for column in zip(*pairs, strict=True))
@@ -135,6 +137,7 @@ def _at_depth_3(values: NodeValues, drafted: np.ndarray) -> np.ndarray:
     return np.array(found)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**32))
 def test_a_child_is_never_worth_more_than_its_parent(seed: int) -> None:
     rng = np.random.default_rng(seed)
