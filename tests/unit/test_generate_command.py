@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import re
 import signal
@@ -9,12 +10,14 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from eagle2.cli import main
 from eagle2.config import Settings
-from eagle2.protocol import Commit, GenerationRequest, ModelDescription, Usage
+from eagle2.evaluation.measure import bench_request, measure
+from eagle2.protocol import Commit, GenerationRequest, ModelDescription, Usage, Verifier
 from fakes.checkpoints import golden_head, write_golden_target
 from fakes.verifier import describe
 from golden_pair import load_target
@@ -198,6 +201,34 @@ def test_ctrl_c_in_the_middle_of_an_answer_ends_cleanly(running: subprocess.Pope
     assert running.returncode == 130
     assert b"Traceback" not in errors
     assert b"tok/s" not in errors
+
+
+def test_a_cancelled_measurement_does_not_wait_for_the_items_that_are_there_already() -> None:
+    class Ready:
+        """A verifier whose whole answer is there at once."""
+
+        async def generate(self, request: GenerationRequest) -> AsyncIterator[Commit]:
+            for _ in range(100):
+                yield Commit((1,), "a")
+            yield Commit((), "", "length", Usage(prompt_tokens=1, completion_tokens=100))
+
+    shown: list[str] = []
+
+    async def interrupted() -> None:
+        request = bench_request((1,), 100, speculation=False, name="x")
+        task = asyncio.current_task()
+        assert task is not None
+
+        def show(text: str) -> None:
+            shown.append(text)
+            if len(shown) == 3:
+                task.cancel()
+
+        await measure(cast(Verifier, Ready()), request, show)
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(interrupted())
+    assert len(shown) == 3
 
 
 def test_a_reader_that_has_left_ends_it_quietly(running: subprocess.Popen[bytes]) -> None:

@@ -89,6 +89,8 @@ async def measure(
         ids.extend(commit.token_ids)
         if commit.text:
             on_text(commit.text)
+            # Items that wait already are taken without a pause: Ctrl-C would come after the last of them.
+            await asyncio.sleep(0)
         if commit.finish_reason == "error":
             raise Eagle2Error(commit.error or "The generation ended in an error that has no name.")
         if commit.finish_reason is not None:
