@@ -61,6 +61,12 @@ def test_a_table_comes_back_from_its_file(tmp_path: Path) -> None:
     assert torch.equal(loaded.counts, built.counts)
 
 
+def test_whoever_may_read_files_made_here_may_read_the_table(tmp_path: Path) -> None:
+    DraftVocabulary.from_counts(torch.tensor([3, 1])).save(tmp_path)
+    (tmp_path / "other").touch()
+    assert (tmp_path / TABLE_NAME).stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
 def test_no_file_is_no_table(tmp_path: Path) -> None:
     assert DraftVocabulary.load(tmp_path, 4) is None
 

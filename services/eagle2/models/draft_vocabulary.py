@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from eagle2.errors import ConfigError, ModelError
@@ -69,7 +69,9 @@ class DraftVocabulary:
 
     def save(self, folder: Path) -> None:
         """Write the table into the folder of a head, where serving looks for it."""
-        save_file({"token_ids": self.token_ids.contiguous(), "counts": self.counts.contiguous()}, folder / TABLE_NAME)
+        tensors = {"token_ids": self.token_ids.contiguous(), "counts": self.counts.contiguous()}
+        # Not by save_file, whose files only their owner may read.
+        (folder / TABLE_NAME).write_bytes(save(tensors))
 
     def __len__(self) -> int:
         return len(self.token_ids)
