@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eagle2.evaluation.tables import shares_by_depth
+
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
@@ -130,7 +132,7 @@ def _positions(rows: Sequence[Row], series: Sequence[str]) -> Draw | None:
             for name in series:
                 own = [row for row in rows if _series(row) == name and _temperature(row) == temperature]
                 if own:
-                    shares = _weighted(own)
+                    shares = shares_by_depth(own)
                     mark = _MARKS[series.index(name) % len(_MARKS)]
                     axes.plot(range(1, len(shares) + 1), shares, color=_colour(series, name), marker=mark, label=name)
             axes.set_xlabel("depth in the tree")
@@ -226,14 +228,6 @@ def _training(history: Sequence[Row]) -> Draw | None:
 
 def _has(history: Sequence[Row], key: str) -> bool:
     return any("step" in row and isinstance(row.get(key), int | float) for row in history)
-
-
-def _weighted(rows: Sequence[Row]) -> list[float]:
-    """Shares by depth over all cycles of the rows."""
-    depth = max(len(row["accepted_per_position"]) for row in rows)
-    cycles = sum(row.get("cycles", 1) for row in rows) or 1
-    padded = [(row.get("cycles", 1), [*row["accepted_per_position"], *([0.0] * depth)]) for row in rows]
-    return [sum(count * shares[d] for count, shares in padded) / cycles for d in range(depth)]
 
 
 def _distinct(rows: Iterable[Row], name: Callable[[Row], str]) -> list[str]:

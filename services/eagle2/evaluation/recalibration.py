@@ -18,6 +18,7 @@ import numpy as np
 from eagle2.errors import ConfigError, ModelError
 from eagle2.evaluation.calibration import SMALLEST, calibration_json, calibration_of
 from eagle2.evaluation.observations import Booleans, Floats, Integers, Observations, Samples
+from eagle2.training.checkpoint import write_atomically
 
 CALIBRATION_FILE = "calibration.json"
 _VERSION = 1
@@ -165,9 +166,7 @@ def write_recalibrations(folder: Path, reports: Mapping[float, Mapping[str, Any]
         )
     values = {"version": _VERSION, "measured": dict(measured), "recalibrations": entries}
     path = folder / CALIBRATION_FILE
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
+    write_atomically(path, (json.dumps(values, indent=2) + "\n").encode())
     return path
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from eagle2.errors import ConfigError
 from eagle2.evaluation.acceptance import Acceptance, Cell
 from eagle2.speculative.static import Rates
+from eagle2.training.checkpoint import write_atomically
 
 _PARTS = "parts"
 
@@ -85,11 +86,7 @@ class Results:
     def _write(self, name: str, values: Mapping[str, Any]) -> None:
         if self._folder is None:
             return
-        path = self._folder / f"{name}.json"
-        # A run that is killed here leaves the old file or none, never half of one.
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(values) + "\n", encoding="utf-8")
-        partial.replace(path)
+        write_atomically(self._folder / f"{name}.json", (json.dumps(values) + "\n").encode())
 
 
 def _load(path: Path) -> dict[str, Any]:

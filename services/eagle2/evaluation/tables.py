@@ -119,11 +119,17 @@ def _positions(rows: Sequence[Row]) -> str:
     depth = max(len(row["accepted_per_position"]) for row in rows)
     lines = []
     for method in _methods(rows):
-        own = [row for row in rows if row["method"] == method]
-        cycles = sum(row["cycles"] for row in own) or 1
-        shares = [sum(row["cycles"] * row["accepted_per_position"][d] for row in own) / cycles for d in range(depth)]
+        shares = shares_by_depth([row for row in rows if row["method"] == method])
         lines.append([_TITLES[method], *(f"{share:.1%}" for share in shares)])
     return markdown_table(["", *(f"depth {d}" for d in range(1, depth + 1))], lines)
+
+
+def shares_by_depth(rows: Sequence[Row]) -> list[float]:
+    """Of the cycles of all rows together, the share that was accepted so deep; a row without a depth has none there."""
+    depth = max(len(row["accepted_per_position"]) for row in rows)
+    cycles = sum(row.get("cycles", 1) for row in rows) or 1
+    padded = [(row.get("cycles", 1), [*row["accepted_per_position"], *([0.0] * depth)]) for row in rows]
+    return [sum(count * shares[d] for count, shares in padded) / cycles for d in range(depth)]
 
 
 def _calibration(values: Mapping[str, Any]) -> str:

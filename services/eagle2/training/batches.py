@@ -70,7 +70,9 @@ def epoch_order(lengths: Sequence[int], indices: Sequence[int], max_tokens: int,
     generator = random.Random(seed)
     shuffled = list(indices)
     generator.shuffle(shuffled)
-    batches = [batch for window in _windows(shuffled) for batch in _packed(lengths, window, max_tokens)]
+    rows = [_padded_rows(length) for length in lengths]
+    windows = (sorted(window, key=lengths.__getitem__) for window in _windows(shuffled))
+    batches = [batch for window in windows for batch in packed(rows, window, max_tokens)]
     generator.shuffle(batches)
     return batches
 
@@ -80,10 +82,14 @@ def _windows(indices: Sequence[int]) -> Iterator[Sequence[int]]:
         yield indices[start : start + _WINDOW]
 
 
-def _packed(lengths: Sequence[int], window: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+def packed(sizes: Sequence[int], indices: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+    """Cut ``indices`` into runs that hold at most ``max_tokens`` (or one larger text), each padded to its last.
+
+    sizes: tokens of every text, indexed by the numbers in ``indices``, which ascend by it.
+    """
     batch: list[int] = []
-    for i in sorted(window, key=lambda i: lengths[i]):
-        if batch and _padded_rows(lengths[i]) * (len(batch) + 1) > max_tokens:
+    for i in indices:
+        if batch and sizes[i] * (len(batch) + 1) > max_tokens:
             yield batch
             batch = []
         batch.append(i)

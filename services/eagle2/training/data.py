@@ -146,13 +146,19 @@ def _open(path: Path) -> IO[bytes]:
     return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
 
 
-def _parse(line: str, encode: Callable[[Sequence[Message]], Example]) -> Example:
+def json_object(line: str) -> dict[str, Any]:
+    """What a line holds. Raises ``ValueError`` where that is no JSON object."""
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error.msg} at character {error.pos + 1})") from None
     if not isinstance(value, dict):
         raise ValueError(f"a JSON {type(value).__name__} where an object is expected")
+    return value
+
+
+def _parse(line: str, encode: Callable[[Sequence[Message]], Example]) -> Example:
+    value = json_object(line)
     if "prompt_ids" in value or "response_ids" in value:
         prompt, response = (_ids(value, key) for key in ("prompt_ids", "response_ids"))
         ids = np.asarray(prompt + response, dtype=np.int64)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from eagle2.errors import ConfigError
+from eagle2.training.batches import packed
 from eagle2.training.data import Example
 
 Features = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -105,15 +106,11 @@ class FeatureStore:
 
     def _compute(self, features: Features, window: Sequence[int]) -> dict[int, Tensor]:
         """Features by example: texts of about one length together, as many as ``_BATCH_TOKENS`` hold."""
+        lengths = [len(example) for example in self._examples]
         computed: dict[int, Tensor] = {}
-        batch: list[int] = []
-        for i in [*sorted(window, key=lambda i: len(self._examples[i])), None]:
-            if batch and (i is None or len(self._examples[i]) * (len(batch) + 1) > _BATCH_TOKENS):
-                texts = [torch.from_numpy(self._examples[j].ids.astype(np.int64)) for j in batch]
-                computed |= dict(zip(batch, features(texts), strict=True))
-                batch = []
-            if i is not None:
-                batch.append(i)
+        for batch in packed(lengths, sorted(window, key=lengths.__getitem__), _BATCH_TOKENS):
+            texts = [torch.from_numpy(self._examples[i].ids.astype(np.int64)) for i in batch]
+            computed |= dict(zip(batch, features(texts), strict=True))
         return computed
 
     def __getitem__(self, i: int) -> Tensor:

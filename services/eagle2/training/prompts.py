@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from eagle2.errors import RequestError
-from eagle2.training.data import DataError, Message, numbered_lines, parsed_messages
+from eagle2.training.data import DataError, Message, json_object, numbered_lines, parsed_messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +43,7 @@ def read_prompts(path: Path, encode: Callable[[Sequence[Message]], list[int]]) -
 
 
 def _parse(line: str) -> list[Message]:
-    try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error.msg} at character {error.pos + 1})") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"a JSON {type(value).__name__} where an object is expected")
+    value = json_object(line)
     if "prompt" in value:
         return [_question(value["prompt"], "prompt")]
     if "turns" in value:
