@@ -178,6 +178,17 @@ def test_a_broken_prompt_is_refused_by_line_before_any_is_answered(
     assert not (tmp_path / "head.work" / "answers.jsonl").exists()
 
 
+def test_broken_data_is_refused_before_the_target_answers_anything(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts, broken = tmp_path / "prompts.jsonl", tmp_path / "broken.jsonl"
+    prompts.write_text('{"prompt": "the hen"}\n')
+    broken.write_text('{"prompt": "the hen"\n')
+    assert command.run(arguments(*asking(target, prompts, tmp_path / "head"), "--data", broken)) == 2
+    assert f"{broken}, line 1: not JSON" in capsys.readouterr().err
+    assert not (tmp_path / "head.work" / "answers.jsonl").exists()
+
+
 def test_something_must_be_named_to_train_on(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert command.run(arguments("--out", tmp_path / "head")) == 2
     assert "nothing to train on" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from eagle2.config import DType, ModelSettings
 from eagle2.engine.assemble import load_checkpoint
 from eagle2.errors import ConfigError
 from eagle2.evaluation.plots import write_plots
-from eagle2.models.architecture import DraftConfig
+from eagle2.models.architecture import DraftConfig, TargetConfig
 from eagle2.models.loader import resolve_draft
 from eagle2.training.answers import AnswerSettings, answer_prompts
 from eagle2.training.card import Training, model_card
@@ -88,9 +88,11 @@ class TrainingRun:
     def _train(self) -> None:
         plan, recipe = self._plan, self._plan.recipe
         dtype = getattr(torch, plan.dtype)
-        data = (*plan.data, *self._answers())
+        # Read before the target answers anything: that may take hours, and a line may be broken.
+        examples = self._read(plan.data)
+        examples += self._read(self._answers())
         target = FrozenTarget(plan.target, dtype, plan.max_length, plan.device)
-        examples, store, held_out = self._prepare(target, data)
+        store, held_out = self._prepare(target, examples)
         trained = examples[: len(examples) - held_out.count]
         vocabulary = answer_frequencies(trained, target.config.vocab_size)
         subset = vocabulary.most_frequent(plan.vocab_subset, target.config.eos_token_ids)
@@ -144,10 +146,9 @@ class TrainingRun:
         plan = self._plan
         if plan.prompts is None:
             return []
+        prompts = read_prompts(plan.prompts, ChatEncoder.from_folder(plan.target).prompt)
         model = ModelSettings(target=str(plan.target), draft=None, dtype=plan.dtype, device=str(plan.device))
         checkpoint = load_checkpoint(model)
-        encoder = ChatEncoder.from_folder(plan.target)
-        prompts = read_prompts(plan.prompts, encoder.prompt)
         out = plan.work / "answers.jsonl"
         progress = Progress("answers")
         count = answer_prompts(checkpoint, prompts, out, plan.answers, report=progress.show)
@@ -155,19 +156,25 @@ class TrainingRun:
             progress.say(f"{count.too_long} of {len(prompts)} prompts were left out: they are too long.")
         return [out]
 
-    def _prepare(self, target: FrozenTarget, data: Sequence[Path]) -> tuple[list[Example], FeatureStore, HeldOut]:
+    def _read(self, files: Sequence[Path]) -> list[Example]:
         plan = self._plan
-        encoder_folder = target.folder
-        examples: list[Example] = []
-        for path in data:
-            examples += read_examples(
-                path, target.config.vocab_size, lambda: ChatEncoder.from_folder(encoder_folder), plan.max_length
+        vocab_size = TargetConfig.from_folder(plan.target).vocab_size
+        return [
+            example
+            for path in files
+            for example in read_examples(
+                path, vocab_size, lambda: ChatEncoder.from_folder(plan.target), plan.max_length
             )
+        ]
+
+    def _prepare(self, target: FrozenTarget, examples: list[Example]) -> tuple[FeatureStore, HeldOut]:
+        """Shuffle the examples, compute their features, and keep the last of them for measuring."""
+        plan = self._plan
         random.Random(plan.recipe.seed).shuffle(examples)
         # A tenth at most, so that small files train at all.
         count = min(plan.holdout, len(examples) // 10)
         if count == 0:
-            names = ", ".join(map(str, data))
+            names = ", ".join(str(path) for path in (*plan.data, plan.prompts) if path is not None)
             raise ConfigError(f"{names} has {len(examples)} examples; training needs 10, to hold one out.")
         size = sum(len(example) for example in examples) * target.config.hidden_size * 2
         features = plan.work / "features"
@@ -177,7 +184,7 @@ class TrainingRun:
         store = FeatureStore(features, examples, target.config.hidden_size, target.source)
         if store.num_done < len(examples):
             store.compute(target.features, Progress("features").show)
-        return examples, store, HeldOut(examples, store, count, plan.questions, plan.max_tokens)
+        return store, HeldOut(examples, store, count, plan.questions, plan.max_tokens)
 
     def _new_head(self, target: FrozenTarget, config: dict[str, object], sample: Tensor) -> DraftHead:
         plan = self._plan

@@ -27,7 +27,6 @@ class FrozenTarget:
 
     def __init__(self, folder: Path, dtype: torch.dtype, max_length: int, device: torch.device | str = "cpu") -> None:
         """Raises ``ModelError`` for a checkpoint that is not supported, ``ConfigError`` for a length that it lacks."""
-        self.folder = folder
         self.config = TargetConfig.from_folder(folder)
         limit = min(self.config.max_position_embeddings, self.config.sliding_window or max_length)
         if max_length > limit:
