@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,10 +15,9 @@ from eagle2.errors import ConfigError
 from eagle2.evaluation.baseline import TransformersBaseline
 from eagle2.evaluation.measure import Generation
 from eagle2.evaluation.trees import PAPER, parse_shapes, shape_name
-from eagle2.protocol import Commit, GenerationRequest
 from eagle2.speculative.draft import TreeShape
-from eagle2.verifier.service import VerifierService
 from fakes.checkpoints import golden_head, write_golden_target
+from fakes.lossy import change_drafted_tokens
 
 SENTENCES = ("our neighbour buys the red mirror ", "the old sailor ", "the queen follows the silver ")
 
@@ -86,14 +85,7 @@ def test_a_baseline_that_differs_is_reported_with_the_gap_and_fails_nothing(
 def test_a_changed_token_is_reported_and_fails(
     flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    original = VerifierService.generate
-
-    async def generate(self: VerifierService, request: GenerationRequest) -> AsyncIterator[Commit]:
-        async for commit in original(self, request):
-            changed = tuple(token ^ 1 for token in commit.token_ids) if request.speculation else commit.token_ids
-            yield replace(commit, token_ids=changed)
-
-    monkeypatch.setattr(VerifierService, "generate", generate)
+    change_drafted_tokens(monkeypatch)
     options = ["--max-tokens", "6", "--limit", "1", "--rounds", "1", "--no-baseline"]
     assert main(["bench", *options, *flags]) == 1
     shown = capsys.readouterr().out

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from eagle2.evaluation.speed_cells import SpeedMeasurement
 from eagle2.protocol import Commit, GenerationRequest
 from eagle2.verifier.service import VerifierService
 from fakes.checkpoints import golden_head, write_golden_target
+from fakes.lossy import change_drafted_tokens
 
 SENTENCES = ("our neighbour buys the red mirror ", "the old sailor ", "the queen follows the silver ")
 
@@ -136,14 +136,7 @@ def test_methods_are_timed_beside_plain_decoding(
 def test_a_changed_token_fails(
     flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    original = VerifierService.generate
-
-    async def generate(self: VerifierService, request: GenerationRequest) -> AsyncIterator[Commit]:
-        async for commit in original(self, request):
-            changed = tuple(token ^ 1 for token in commit.token_ids) if request.speculation else commit.token_ids
-            yield replace(commit, token_ids=changed)
-
-    monkeypatch.setattr(VerifierService, "generate", generate)
+    change_drafted_tokens(monkeypatch)
     options = ["--tau-only", "--methods", "no_value", "--shapes", "2/1/2", "--temperatures", "0", "--limit", "1"]
     assert main(["bench", *flags, *options]) == 1
     assert "no_value with tree 2/1/2 on mt_bench/1 at temperature 0, at position 0" in capsys.readouterr().out

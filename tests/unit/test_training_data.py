@@ -12,6 +12,7 @@ from eagle2.models.tiny import write_tiny_target
 from eagle2.training.batches import epoch_order, make_batch
 from eagle2.training.data import ChatEncoder, DataError, read_examples
 from eagle2.training.vocabulary import answer_frequencies
+from fakes.files import write_lines
 
 
 def no_encoder() -> ChatEncoder:
@@ -21,11 +22,6 @@ def no_encoder() -> ChatEncoder:
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> ChatEncoder:
     return ChatEncoder.from_folder(write_tiny_target(tmp_path_factory.mktemp("target"), num_layers=1))
-
-
-def write(path: Path, *lines: object) -> Path:
-    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
-    return path
 
 
 def test_ids_are_taken_as_they_are(tmp_path: Path) -> None:
@@ -40,7 +36,7 @@ def test_ids_are_taken_as_they_are(tmp_path: Path) -> None:
 
 
 def test_text_is_encoded_as_in_a_chat(tmp_path: Path, encoder: ChatEncoder) -> None:
-    path = write(tmp_path / "data.jsonl", {"prompt": "the hen", "response": "is here"})
+    path = write_lines(tmp_path / "data.jsonl", {"prompt": "the hen", "response": "is here"})
     (example,) = read_examples(path, 1000, lambda: encoder)
     prompt = encoder.tokenizer.encode(
         "<|im_start|>user\nthe hen<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False
@@ -58,7 +54,7 @@ def test_every_assistant_turn_is_trained_on(tmp_path: Path, encoder: ChatEncoder
         {"role": role, "content": text} if key == "messages" else {"from": sharegpt[role], "value": text}
         for role, text in turns
     ]
-    (example,) = read_examples(write(tmp_path / "data.jsonl", {key: messages}), 1000, lambda: encoder)
+    (example,) = read_examples(write_lines(tmp_path / "data.jsonl", {key: messages}), 1000, lambda: encoder)
     texts = [encoder.tokenizer.decode([int(i) for i in example.ids[a:b]]) for a, b in example.spans]
     assert texts == ["two", "four"]
     assert [int(example.ids[stop - 1]) for _, stop in example.spans] == [encoder.tokenizer.token_id("<|im_end|>")] * 2
@@ -87,7 +83,7 @@ GOOD = {"prompt_ids": [1, 2], "response_ids": [3]}
     ],
 )
 def test_a_broken_line_is_named(tmp_path: Path, encoder: ChatEncoder, broken: object, says: str) -> None:
-    path = write(tmp_path / "data.jsonl", GOOD, "", GOOD, broken, GOOD)
+    path = write_lines(tmp_path / "data.jsonl", GOOD, "", GOOD, broken, GOOD)
     with pytest.raises(DataError) as caught:
         read_examples(path, 10, lambda: encoder)
     assert str(caught.value).startswith(f"{path}, line 4: ")
@@ -115,7 +111,7 @@ def test_a_file_that_is_cut_off_is_refused(tmp_path: Path) -> None:
 
 def test_long_examples_are_cut_and_answers_beyond_the_cut_dropped(tmp_path: Path) -> None:
     lines = [{"prompt_ids": [1] * 6, "response_ids": [2] * 4}, {"prompt_ids": [1] * 8, "response_ids": [2]}]
-    (example,) = read_examples(write(tmp_path / "data.jsonl", *lines), 10, no_encoder, max_length=8)
+    (example,) = read_examples(write_lines(tmp_path / "data.jsonl", *lines), 10, no_encoder, max_length=8)
     assert len(example) == 8
     assert example.spans == ((6, 8),)
     with pytest.raises(DataError, match="no example"):
@@ -124,7 +120,7 @@ def test_long_examples_are_cut_and_answers_beyond_the_cut_dropped(tmp_path: Path
 
 def test_the_most_frequent_answer_tokens_are_found(tmp_path: Path) -> None:
     lines = [{"prompt_ids": [7, 7, 7, 7], "response_ids": [2, 5, 5]}, {"prompt_ids": [7], "response_ids": [5, 2, 9]}]
-    examples = read_examples(write(tmp_path / "data.jsonl", *lines), 10, no_encoder)
+    examples = read_examples(write_lines(tmp_path / "data.jsonl", *lines), 10, no_encoder)
     table = answer_frequencies(examples, 10)
     ids = table.most_frequent(2)
     assert ids.tolist() == [2, 5]
@@ -147,7 +143,7 @@ def test_a_batch_pairs_each_feature_with_the_next_token(tmp_path: Path) -> None:
     import torch
 
     lines = [{"prompt_ids": [1, 2], "response_ids": [3, 4]}, {"prompt_ids": [5], "response_ids": [6]}]
-    examples = read_examples(write(tmp_path / "data.jsonl", *lines), 10, no_encoder)
+    examples = read_examples(write_lines(tmp_path / "data.jsonl", *lines), 10, no_encoder)
     features = [torch.arange(len(example)).float()[:, None] + 10 * i for i, example in enumerate(examples)]
     batch = make_batch(examples, [0, 1], features.__getitem__)
     assert batch.next_ids.shape == (2, 32)

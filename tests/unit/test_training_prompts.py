@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from eagle2.models.tiny import write_tiny_target
 from eagle2.training.data import ChatEncoder, DataError
 from eagle2.training.prompts import read_prompts
+from fakes.files import write_lines
 
 
 @pytest.fixture(scope="module")
@@ -18,13 +18,8 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> ChatEncoder:
     return ChatEncoder.from_folder(write_tiny_target(tmp_path_factory.mktemp("target"), num_layers=1))
 
 
-def write(path: Path, *lines: object) -> Path:
-    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
-    return path
-
-
 def test_each_form_of_a_line_becomes_the_same_chat(tmp_path: Path, encoder: ChatEncoder) -> None:
-    path = write(
+    path = write_lines(
         tmp_path / "p.jsonl",
         {"prompt": "the hen", "source": "ignored", "turns": ["not looked at"]},
         "",
@@ -64,7 +59,7 @@ def test_a_prompt_that_stands_twice_is_asked_once(tmp_path: Path, encoder: ChatE
     ],
 )
 def test_a_broken_line_is_named(tmp_path: Path, encoder: ChatEncoder, line: object, sentence: str) -> None:
-    path = write(tmp_path / "p.jsonl", {"prompt": "fine"}, line)
+    path = write_lines(tmp_path / "p.jsonl", {"prompt": "fine"}, line)
     with pytest.raises(DataError, match=r"p\.jsonl, line 2: ") as caught:
         read_prompts(path, encoder.prompt)
     assert sentence in str(caught.value)
@@ -72,6 +67,6 @@ def test_a_broken_line_is_named(tmp_path: Path, encoder: ChatEncoder, line: obje
 
 def test_a_file_without_prompts_is_refused(tmp_path: Path, encoder: ChatEncoder) -> None:
     with pytest.raises(DataError, match="holds no prompts"):
-        read_prompts(write(tmp_path / "p.jsonl", "", ""), encoder.prompt)
+        read_prompts(write_lines(tmp_path / "p.jsonl", "", ""), encoder.prompt)
     with pytest.raises(DataError, match="cannot be read"):
         read_prompts(tmp_path / "absent.jsonl", encoder.prompt)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from eagle2.evaluation.foresight import path_through
 from eagle2.transport.base import ProposerLink
 from eagle2.transport.messages import DraftEntry, DraftReply, DraftStatus, DraftStep, DraftTree
 
@@ -90,13 +91,11 @@ class Observations:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tree:
+class _Waiting:
     """A tree that waits for the tokens behind its root, which stands at position ``root`` of its sequence."""
 
     root: int
-    tokens: list[int]
-    parents: list[int]
-    scores: list[float]
+    tree: DraftTree
 
 
 class CalibrationRecorder:
@@ -110,7 +109,7 @@ class CalibrationRecorder:
     def __init__(self) -> None:
         self._lock = threading.Lock()  # the engine's thread records, another one reads
         self._asked: dict[int, tuple[int, int]] = {}  # sequence: cycle, position of the root
-        self._waiting: dict[int, _Tree] = {}
+        self._waiting: dict[int, _Waiting] = {}
         self._clear()
 
     def wrap(self, link: ProposerLink) -> ProposerLink:
@@ -157,46 +156,39 @@ class CalibrationRecorder:
                     continue
                 del self._asked[tree.sequence]
                 if tree.status == DraftStatus.OK and _is_tree(tree):
-                    nodes = tree.tokens.tolist(), tree.parents.tolist(), tree.scores.tolist()
-                    self._waiting[tree.sequence] = _Tree(root, *nodes)
+                    self._waiting[tree.sequence] = _Waiting(root, tree)
 
     def _walk(self, entry: DraftEntry) -> None:
-        tree = self._waiting.pop(entry.sequence, None)
-        if tree is None:
+        waiting = self._waiting.pop(entry.sequence, None)
+        if waiting is None:
             return
-        first = tree.root - entry.base
+        first = waiting.root - entry.base
         # Tokens before the root are sent anew where the proposer has lost rows.
         followed = entry.tokens.tolist()[first:] if first >= 0 else []
         if not followed:
             self._unobserved += 1
             return
-        self._record(entry.sequence, tree, followed)
+        self._record(waiting.tree, followed)
         self._trees += 1
 
-    def _record(self, sequence: int, tree: _Tree, followed: Sequence[int]) -> None:
-        """Walk down while a child carries the next token. Where the tokens end first, what lies below is unknown."""
-        path, ended = [0], False
-        for token in followed:
-            children = [i for i, parent in enumerate(tree.parents, start=1) if parent == path[-1]]
-            match = next((i for i in children if tree.tokens[i - 1] == token), None)
-            if match is None:
-                ended = True
-                break
-            path.append(match)
-        unknown: set[int] = set() if ended else {path[-1]}
+    def _record(self, tree: DraftTree, followed: Sequence[int]) -> None:
+        """Note the fate of every node. Where the tokens end before the path does, what lies below it is unknown."""
+        path = path_through(tree, followed)
+        unknown: set[int] = {path[-1]} if len(path) > len(followed) else set()
         accepted = set(path)
+        parents, scores = tree.parents.tolist(), tree.scores.tolist()
         confidences: list[list[float]] = [[]]
         best: dict[int, int] = {}  # by parent: its likeliest child
-        for node, (parent, score) in enumerate(zip(tree.parents, tree.scores, strict=True), start=1):
-            if parent not in best or score > tree.scores[best[parent] - 1]:
+        for node, (parent, score) in enumerate(zip(parents, scores, strict=True), start=1):
+            if parent not in best or score > scores[best[parent] - 1]:
                 best[parent] = node
-        for node, (parent, score) in enumerate(zip(tree.parents, tree.scores, strict=True), start=1):
-            above = 0.0 if parent == 0 else tree.scores[parent - 1]
+        for node, (parent, score) in enumerate(zip(parents, scores, strict=True), start=1):
+            above = 0.0 if parent == 0 else scores[parent - 1]
             confidences.append([*confidences[parent], float(np.exp(min(score - above, 0.0)))])
             if parent in unknown:
                 unknown.add(node)
                 continue
-            self._sequences.append(sequence)
+            self._sequences.append(tree.sequence)
             self._confidences.append(confidences[node])
             self._reached.append(parent in accepted)
             self._accepted.append(node in accepted)
