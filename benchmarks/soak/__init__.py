@@ -1,0 +1,1 @@
+"""A long run of mixed requests, each of which must come out as if it were alone: ``python -m benchmarks.soak``."""
