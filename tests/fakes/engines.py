@@ -16,7 +16,7 @@ from eagle2.engine.pair import Pair
 from eagle2.engine.target import TargetRunner
 from eagle2.models.draft import DraftModel
 from eagle2.models.target import TargetModel
-from eagle2.protocol import Commit, GenerationRequest, SamplingParams, StopConditions, Usage
+from eagle2.protocol import Commit, GenerationRequest, Priority, SamplingParams, StopConditions, Usage
 from eagle2.speculative.draft import TreeShape
 from eagle2.telemetry.recorder import Recorder
 from eagle2.text.tokenizer import Tokenizer
@@ -65,6 +65,7 @@ def request(
     output_ids: Sequence[int] = (),
     deadline: float | None = None,
     tenant: str = "t",
+    priority: Priority = "interactive",
     **sampling: object,
 ) -> GenerationRequest:
     values: dict[str, object] = {"seed": 0, "temperature": 0.0, **sampling}
@@ -77,6 +78,7 @@ def request(
         speculation=speculation,
         output_ids=tuple(output_ids),
         deadline=deadline,
+        priority=priority,
     )
 
 

@@ -114,6 +114,51 @@ async def test_speculation_arrives(path: str) -> None:
         assert request.speculation is arrives
 
 
+PRIORITIES = [
+    ({}, "interactive"),
+    ({"priority": None}, "interactive"),
+    ({"priority": "interactive"}, "interactive"),
+    ({"priority": "batch"}, "batch"),
+    ({"service_tier": "flex"}, "batch"),
+    ({"service_tier": "auto"}, "interactive"),
+    ({"service_tier": "flex", "priority": "interactive"}, "interactive"),
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("fields", "arrives"), PRIORITIES)
+async def test_priority_arrives(path: str, fields: dict[str, Any], arrives: str) -> None:
+    response, request = await post(path, {**PATHS[path], **fields})
+    assert response.status_code == 200, response.text
+    assert request is not None
+    assert request.priority == arrives
+
+
+async def test_a_bad_priority_is_told_the_good_ones() -> None:
+    for value in (0, "high", "Batch", ["batch"]):
+        response, _ = await post("/v1/completions", {**PROMPT, "priority": value})
+        message = error_of(response)["message"]
+        assert "'interactive' or 'batch'" in message, message
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("asked", "most", "after"),
+    [(None, None, None), (2, None, 2.0), (0.25, 5, 0.25), (30, 5, 5.0), (None, 5, 5.0)],
+)
+async def test_a_timeout_becomes_a_deadline(
+    path: str, asked: float | None, most: float | None, after: float | None
+) -> None:
+    """The sooner of the client's and the operator's."""
+    verifier = ForcedVerifier()
+    app = create_app(verifier, RouterSettings(request_timeout_s=most), clock=lambda: 1000.0)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
+        response = await client.post(path, json={**PATHS[path], "timeout": asked})
+    assert response.status_code == 200, response.text
+    deadline = verifier.requests[0].deadline
+    assert deadline == (None if after is None else 1000.0 + after)
+
+
 HARMLESS = {
     "user": "u",
     "session_id": "s1",
@@ -232,6 +277,15 @@ REFUSED = [
     ("metadata", {"a": 1}),
     ("model", 5),
     ("model", "\udfff"),
+    ("priority", "high"),
+    ("priority", 0),
+    ("priority", True),
+    ("timeout", 0),
+    ("timeout", -1),
+    ("timeout", 86_401),
+    ("timeout", INFINITY),
+    ("timeout", "5"),
+    ("timeout", True),
     ("unknown_field", 1),
     ("unknown_field", None),
     ("cache_salt", "x"),

@@ -1,67 +1,132 @@
-"""Which sequences are in the batch: admission in order, preemption of the newest."""
+"""Which sequences are in the batch: admission and preemption by rank, and who reads how much of a prompt."""
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
+from operator import attrgetter
 
+from eagle2.engine.pace import Allowance
 from eagle2.engine.reuse import PrefixReuse
 from eagle2.engine.sequence import Sequence
 from eagle2.kv_cache.slots import SlotPool
 
+# While batch requests wait, so many interactive ones are admitted before the oldest batch one is promoted; at most this
+# part of the places, one at least, is in the hands of promoted ones at a time.
+_PASSED_OVER = 3
+_PROMOTED_SHARE = 0.25
+
+_rank = attrgetter("rank")
+
 
 class Scheduler:
-    """Keeps ``waiting`` (oldest first) and ``running`` (in order of admission). No I/O, no tensors.
+    """Keeps ``waiting`` and ``running``, both in the order of rank: interactive before batch, then by age.
 
-    Whoever leaves the batch leaves what was computed for them to ``reuse``.
+    One order serves everything: the first waiting sequence is admitted next, the first running one gets prompt tokens
+    and slots first, and the last running one is preempted first. A waiting interactive sequence takes the place and the
+    slots of running batch ones. So that batch requests are not passed over for ever, the oldest of them is promoted now
+    and then, and ranks among the interactive ones from there on, by its age. The oldest running one is never preempted
+    and ends, so everybody does.
+
+    No I/O, no clock, no tensors. Whoever leaves the batch leaves what was computed for them to ``reuse``.
     """
 
     def __init__(self, pool: SlotPool, max_sequences: int, reuse: PrefixReuse) -> None:
         self._pool, self._max_sequences, self._reuse = pool, max_sequences, reuse
-        self.waiting: deque[Sequence] = deque()
+        self._most_promoted = max(1, int(_PROMOTED_SHARE * max_sequences))
+        self._num_passed = 0  # admissions since the last promotion that left batch requests waiting
+        self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        insort(self.waiting, sequence, key=_rank)
 
-    def admit(self) -> None:
-        """Move the oldest waiting sequences into the batch while there is a place and slots for all their tokens.
+    def admit(self) -> list[Sequence]:
+        """Move waiting sequences into the batch, first in rank first, while there are places and slots for all their
+        tokens. None overtakes one that does not fit yet. Returns those that were preempted for them.
 
         All that still have to read their prompts take what has become known of them.
         """
         for sequence in self.running:
             self._reuse.take(sequence)
-        promised = sum(max(sequence.num_to_prefill, 0) for sequence in self.running)
-        while self.waiting and len(self.running) < self._max_sequences:
-            need = self._reuse.num_to_allocate(self.waiting[0])
-            if self.running and promised + need > self._pool.num_available:
-                return
-            sequence = self.waiting.popleft()
-            self._reuse.take(sequence)
-            promised += max(sequence.num_to_prefill, 0) + 1
-            self.running.append(sequence)
+        preempted = []
+        while self.waiting:
+            head = self.waiting[0]
+            while not self._has_room_for(head) and self._can_make_room_for(head):
+                preempted.append(self._preempt_last())
+            if not self._has_room_for(head):
+                break
+            self.waiting.pop(0)
+            self._reuse.take(head)
+            insort(self.running, head, key=_rank)
+            self._promote_after(head)
+        return preempted
 
-    def plan_prefill(self, budget: int) -> list[tuple[Sequence, int]]:
-        """How many prompt tokens of which sequence this step takes: oldest first, ``budget`` in all."""
+    def _has_room_for(self, head: Sequence) -> bool:
+        if len(self.running) >= self._max_sequences:
+            return False
+        # The only one gets in whatever it needs: if the pool cannot hold it, it is told so when slots run out.
+        return (
+            not self.running or _promised(self.running) + self._reuse.num_to_allocate(head) <= self._pool.num_available
+        )
+
+    def _can_make_room_for(self, head: Sequence) -> bool:
+        """Whether ``head`` would get in if the batch sequences that run were gone. A promoted one preempts nobody:
+        those of its class that run are older."""
+        others = [sequence for sequence in self.running if sequence.is_deferrable]
+        if head.request.priority != "interactive" or not others:
+            return False
+        stay = self.running[: len(self.running) - len(others)]
+        freed = sum(len(sequence.table) for sequence in others)  # at most: slots may be shared
+        need = _promised(stay) + self._reuse.num_to_allocate(head)
+        return not stay or need <= self._pool.num_available + freed
+
+    def _promote_after(self, admitted: Sequence) -> None:
+        """Count an interactive request that passed batch ones, and promote the oldest of these when it is their turn.
+
+        A running one may be the oldest: it can then no longer be preempted for a waiting one.
+        """
+        passed_over = bool(self.waiting) and self.waiting[-1].is_deferrable
+        if admitted.request.priority == "batch" or not passed_over:
+            return
+        self._num_passed += 1
+        promoted = sum(sequence.promoted for sequence in [*self.running, *self.waiting])
+        if self._num_passed < _PASSED_OVER or promoted >= self._most_promoted:
+            return
+        self._num_passed = 0
+        deferrable = [sequence for sequence in [*self.running, *self.waiting] if sequence.is_deferrable]
+        min(deferrable, key=_rank).promoted = True
+        self.running.sort(key=_rank)
+        self.waiting.sort(key=_rank)
+
+    def plan_prefill(self, allowance: Allowance | int) -> list[tuple[Sequence, int]]:
+        """How many prompt tokens of which sequence this step takes: first in rank first, as far as ``allowance`` goes.
+
+        One prompt after the other: shared between them, all would get their first token as late as the last one.
+        """
+        allowance = Allowance(allowance) if isinstance(allowance, int) else allowance
         plan: list[tuple[Sequence, int]] = []
         for sequence in self.running:
-            count = min(sequence.num_to_prefill, budget)
+            start = len(sequence.table)
+            count = allowance.fit(start, sequence.num_to_prefill)
             if count > 0 and not self._reuse.is_coming(sequence, count, plan):
                 plan.append((sequence, count))
-                budget -= count
+                allowance.take(start, count)
         return plan
 
     def preempt_newest(self) -> Sequence | None:
-        """Take the newest sequence out of the batch, back to the head of the queue; its slots can be had then.
+        """Take the newest sequence of the lowest class out of the batch and back to the queue; its
+        slots can be had then.
 
         What is gone of it by then is computed again later, token for token the same. None when it is the only one.
         """
-        if len(self.running) < 2:
-            return None
+        return self._preempt_last() if len(self.running) > 1 else None
+
+    def _preempt_last(self) -> Sequence:
         sequence = self.running.pop()
         self._reuse.keep(sequence)
         sequence.table.free()
         sequence.looked_up = -1
-        self.waiting.appendleft(sequence)
+        self.add(sequence)
         return sequence
 
     def remove(self, sequence: Sequence) -> None:
@@ -74,6 +139,14 @@ class Scheduler:
         sequence.table.free()
 
     def check_integrity(self) -> None:
+        assert len(self.running) <= self._max_sequences, f"{len(self.running)} sequences run"
+        for queue in (self.running, self.waiting):
+            assert queue == sorted(queue, key=_rank), "sequences are not in the order of rank"
         assert all(len(sequence.table) == 0 for sequence in self.waiting), "a waiting sequence holds slots"
         self._reuse.check_integrity()
         self._pool.check_integrity([self._reuse.slots, *(sequence.table.slots for sequence in self.running)])
+
+
+def _promised(running: list[Sequence]) -> int:
+    """Slots that sequences still need until they decode: the rest of their prompts, and a root."""
+    return sum(sequence.num_to_prefill + 1 for sequence in running if sequence.num_to_prefill > 0)

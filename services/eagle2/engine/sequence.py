@@ -7,7 +7,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from eagle2.kv_cache.slots import SlotTable
-from eagle2.protocol import Commit, FinishReason, GenerationRequest, Usage
+from eagle2.protocol import Commit, ErrorCode, FinishReason, GenerationRequest, Usage
 from eagle2.speculative.sampling import TokenCounts, TokenRule
 from eagle2.text.detokenizer import TextStream
 
@@ -38,7 +38,7 @@ class Sequence:
     ``held`` counts head rows that the proposer has confirmed, valid while ``pairing`` is the pair's current one.
     ``num_cached`` counts prompt tokens that were found in the prefix cache, ``num_read`` the tokens whose KV has been
     there before (a preemption takes it away again), ``looked_up`` is the version of the index that was searched, -1
-    before the first search.
+    before the first search. ``promoted`` is set on a batch sequence that is to be passed over no longer.
     """
 
     id: int
@@ -56,6 +56,7 @@ class Sequence:
     pairing: int = -1
     cycle: int = 0
     cancelled: bool = False
+    promoted: bool = False
     num_cached: int = 0
     num_read: int = 0
     looked_up: int = -1
@@ -63,6 +64,16 @@ class Sequence:
     num_accepted: int = 0
     num_drafted: int = 0
     finish_reason: FinishReason | None = field(default=None)
+
+    @property
+    def is_deferrable(self) -> bool:
+        """Whether interactive sequences go before it: it is a batch request that was not promoted."""
+        return self.request.priority == "batch" and not self.promoted
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """The order of sequences, first come first: interactive before batch, old before new."""
+        return self.is_deferrable, self.id
 
     @property
     def num_prompt(self) -> int:
@@ -81,6 +92,11 @@ class Sequence:
     def num_to_prefill(self) -> int:
         """Tokens whose KV is still missing before the sequence can decode."""
         return len(self.tokens) - int(self.has_root) - len(self.table)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it has read all that stands before its root: its next step takes a tree."""
+        return self.has_root and self.num_to_prefill == 0
 
     @property
     def num_left(self) -> int:
@@ -119,14 +135,14 @@ class Sequence:
             self._close(kept, text)
         return kept
 
-    def fail(self, sentence: str) -> None:
+    def fail(self, sentence: str, code: ErrorCode = "generation_failed") -> None:
         """End the stream with an error."""
         self.finish_reason = "error"
-        self._close([], "", sentence)
+        self._close([], "", sentence, code)
 
-    def _close(self, kept: list[int], text: str, error: str | None = None) -> None:
+    def _close(self, kept: list[int], text: str, error: str | None = None, code: ErrorCode | None = None) -> None:
         text += self.text.finish()
-        self.sink(Commit(tuple(kept), text, self.finish_reason, self.usage(), error))
+        self.sink(Commit(tuple(kept), text, self.finish_reason, self.usage(), error, code))
 
     def usage(self) -> Usage:
         return Usage(

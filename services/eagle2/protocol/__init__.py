@@ -2,9 +2,11 @@
 
 from eagle2.protocol.generation import (
     Commit,
+    ErrorCode,
     FinishReason,
     GenerationRequest,
     ModelDescription,
+    Priority,
     SamplingParams,
     StopConditions,
     Usage,
@@ -13,9 +15,11 @@ from eagle2.protocol.generation import (
 
 __all__ = [
     "Commit",
+    "ErrorCode",
     "FinishReason",
     "GenerationRequest",
     "ModelDescription",
+    "Priority",
     "SamplingParams",
     "StopConditions",
     "Usage",

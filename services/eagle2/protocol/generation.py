@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 FinishReason = Literal["stop", "length", "error"]
+Priority = Literal["interactive", "batch"]
+"""``interactive``: somebody waits for the answer. ``batch``: nobody does, and it may take longer."""
+ErrorCode = Literal["generation_failed", "deadline_exceeded"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,8 @@ class GenerationRequest:
     """Everything that a verifier needs, also to go on with a stream that another one began.
 
     ``output_ids`` are the tokens already sent to the client and ``characters_released`` the length of the text
-    already sent; both are empty on a first attempt. ``deadline`` is a Unix time in seconds.
+    already sent; both are empty on a first attempt. ``deadline`` is a Unix time in seconds; a generation that has not
+    ended by then ends in an error.
     """
 
     request_id: str
@@ -60,6 +64,7 @@ class GenerationRequest:
     characters_released: int = 0
     deadline: float | None = None
     attempt: int = 0
+    priority: Priority = "interactive"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +84,7 @@ class Commit:
     """One item of a stream: the tokens of one commit and the text that they release.
 
     The text may lag behind the ids (an unfinished character, a possible start of a stop string). The last item
-    has ``finish_reason`` and ``usage``; an ``error`` says why in ``error``.
+    has ``finish_reason`` and ``usage``; an ``error`` says why in ``error``, and in ``error_code`` for programs.
     """
 
     token_ids: tuple[int, ...]
@@ -87,6 +92,7 @@ class Commit:
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     error: str | None = None
+    error_code: ErrorCode | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,18 @@ from pydantic import ValidationError
 from starlette.responses import Response
 
 from eagle2.errors import RequestError, UnavailableError
+from eagle2.protocol import ErrorCode
 
 _LONGEST_NAME = 64
+_STATUS_OF: dict[ErrorCode, int] = {"generation_failed": 500, "deadline_exceeded": 504}
 
 
 class GenerationError(Exception):
     """A generation that began and cannot go on. The message is fit for the client."""
+
+    def __init__(self, message: str, code: ErrorCode = "generation_failed") -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class JSONReply(Response):
@@ -58,7 +64,8 @@ def describe_failure(error: Exception, request_id: str) -> tuple[int, dict[str, 
         message = str(error) or "No verifier can take the request now."
         return 503, error_object(503, message, code="unavailable")
     if isinstance(error, GenerationError):
-        return 500, error_object(500, str(error), code="generation_failed")
+        status = _STATUS_OF[error.code]
+        return status, error_object(status, str(error), code=error.code)
     message = f"The server failed to answer; its log names the reason under {request_id}."
     return 500, error_object(500, message, code="internal_error")
 

@@ -15,7 +15,7 @@ from eagle2.protocol import GenerationRequest, Verifier
 from eagle2.router.body import parse_body, read_body
 from eagle2.router.identity import generation_id_of, tenant_of
 from eagle2.router.model import ModelSource, ServedModel
-from eagle2.router.parameters import sampling_params, stop_conditions
+from eagle2.router.parameters import deadline_of, priority_of, sampling_params, stop_conditions
 from eagle2.router.replies import ChatShape, CompletionShape, ReplyShape
 from eagle2.router.reply import GenerationReply
 from eagle2.router.schemas import ChatBody, CompletionBody
@@ -76,7 +76,6 @@ class Generations:
     def _prepare(self, request: Request, body: ChatBody | CompletionBody, model: ServedModel) -> GenerationRequest:
         sampling = sampling_params(body, model.description.vocab_size, self._draw_seed)
         prompt_ids = model.prompt_ids(body)
-        timeout = self._settings.request_timeout_s
         return GenerationRequest(
             request_id=generation_id_of(request.state.request_id),
             tenant=tenant_of(request.headers.get("authorization")),
@@ -84,7 +83,8 @@ class Generations:
             sampling=sampling,
             stop=stop_conditions(body, prompt_ids, model.description, self._settings.default_max_tokens),
             speculation=body.speculation,
-            deadline=None if timeout is None else self._clock() + timeout,
+            deadline=deadline_of(body, self._settings.request_timeout_s, self._clock()),
+            priority=priority_of(body),
         )
 
     def _shape(self, body: ChatBody | CompletionBody, model: ServedModel, generation: GenerationRequest) -> ReplyShape:

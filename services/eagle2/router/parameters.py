@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from eagle2.errors import RequestError
-from eagle2.protocol import ModelDescription, SamplingParams, StopConditions
+from eagle2.protocol import ModelDescription, Priority, SamplingParams, StopConditions
 from eagle2.router.schemas import GenerationBody
 
 
@@ -59,6 +59,20 @@ def stop_conditions(
         stop_token_ids=tuple(body.stop_token_ids),
         ignore_eos=body.ignore_eos,
     )
+
+
+def priority_of(body: GenerationBody) -> Priority:
+    """The class of a request: as named, else batch for OpenAI's tier of slow answers, else interactive."""
+    return body.priority or ("batch" if body.service_tier == "flex" else "interactive")
+
+
+def deadline_of(body: GenerationBody, most_s: float | None, now: float) -> float | None:
+    """Unix time by which the answer must have ended: ``most_s`` from ``now`` on, or sooner where the client says so.
+
+    most_s: what the operator allows; None is no bound.
+    """
+    given = [seconds for seconds in (body.timeout, most_s) if seconds is not None]
+    return now + min(given) if given else None
 
 
 def check_prompt_ids(prompt_ids: tuple[int, ...], vocab_size: int, param: str) -> None:

@@ -16,12 +16,15 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from eagle2.protocol import Priority
+
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 512
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 4096
 MAX_MESSAGES = 4096
 MAX_FIELDS = 128
+MAX_TIMEOUT_S = 86_400
 MIN_SEED = -(2**63)
 MAX_SEED = 2**64 - 1
 MAX_INT = 2**31 - 1
@@ -197,6 +200,8 @@ class GenerationBody(_Body):
     ] = Field(default_factory=dict)
     ignore_eos: bool = False
     speculation: bool = True
+    priority: Priority | None = None
+    timeout: Annotated[float | None, Field(gt=0, le=MAX_TIMEOUT_S)] = None
     return_token_ids: bool = False
     n: Annotated[Any, _only(1, why="Only one choice (n = 1) is served")] = 1
     user: Label | None = None

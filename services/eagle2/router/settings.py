@@ -12,9 +12,9 @@ class RouterSettings:
     """What an operator may set of the HTTP layer. Times are in seconds, sizes in bytes.
 
     ``model_name`` replaces the name that the verifier gives. ``default_max_tokens`` bounds answers whose request
-    names no bound; None lets them run to the end of the context. ``request_timeout_s`` becomes the deadline that a
-    generation carries. Bodies of up to ``inline_body_bytes`` are read on the event loop, larger ones in one of
-    ``worker_threads`` threads. A write that does not drain in ``slow_reader_timeout_s`` ends its generation.
+    names no bound; None lets them run to the end of the context. ``request_timeout_s`` is the most that an answer may
+    take; clients can only lower it. Bodies of up to ``inline_body_bytes`` are read on the event loop, larger ones in
+    one of ``worker_threads`` threads. A write that does not drain in ``slow_reader_timeout_s`` ends its generation.
     """
 
     model_name: str | None = None

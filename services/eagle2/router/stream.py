@@ -74,7 +74,7 @@ class CommitStream:
             raise GenerationError("The generation ended without saying why.") from error
         if commit.error is not None or commit.finish_reason == "error":
             self.finished = True
-            raise GenerationError(commit.error or "The generation failed.")
+            raise GenerationError(commit.error or "The generation failed.", commit.error_code or "generation_failed")
         if commit.finish_reason is not None:
             if commit.usage is None:
                 raise GenerationError("The generation ended without its counts.")
