@@ -121,8 +121,28 @@ def load_draft_runner(settings: Settings, checkpoint: Checkpoint, incarnation: i
     return runner
 
 
-def build_engine(settings: Settings, checkpoint: Checkpoint, connect: Connect | None, incarnation: int) -> Engine:
-    """The verifier's half: target, slots, pair and the loop over them (not started)."""
+def load_target_model(settings: Settings, checkpoint: Checkpoint) -> TargetModel:
+    """The target's network, for answers and trees as long as the settings allow."""
+    return TargetModel(
+        checkpoint.config,
+        checkpoint.weights,
+        dtype=checkpoint.dtype,
+        device=checkpoint.device,
+        max_positions=checkpoint.max_model_len + settings.engine.depth + 1,
+    )
+
+
+def build_engine(
+    settings: Settings,
+    checkpoint: Checkpoint,
+    connect: Connect | None,
+    incarnation: int,
+    model: TargetModel | None = None,
+) -> Engine:
+    """The verifier's half: target, slots, pair and the loop over them (not started).
+
+    ``model``: a network that is loaded already, for engines that share it; they must not run at the same time.
+    """
     use_threads(settings.engine.threads)
     limits = EngineLimits(
         max_model_len=checkpoint.max_model_len,
@@ -133,13 +153,8 @@ def build_engine(settings: Settings, checkpoint: Checkpoint, connect: Connect | 
     slots = num_slots(settings, checkpoint)
     if slots < limits.max_model_len:
         raise ConfigError(f"kv_slots is {slots}, which does not hold one context of {limits.max_model_len} tokens.")
-    model = TargetModel(
-        checkpoint.config,
-        checkpoint.weights,
-        dtype=checkpoint.dtype,
-        device=checkpoint.device,
-        max_positions=limits.max_model_len + settings.engine.depth + 1,
-    )
+    if model is None:
+        model = load_target_model(settings, checkpoint)
     stats = Recorder()
     pair = Pair(
         connect,

@@ -16,6 +16,7 @@ from eagle2.config import Settings, load_settings
 from eagle2.engine.assemble import tree_shape
 from eagle2.errors import ConfigError
 from eagle2.evaluation.comparison import compare
+from eagle2.evaluation.load import load_command
 from eagle2.evaluation.machine import Conditions
 from eagle2.evaluation.measure import wait_until_paired
 from eagle2.evaluation.methods import EAGLE2, parse_methods
@@ -39,7 +40,10 @@ _TABLE_OPTIONS = ("tasks", "data", "methods", "temperatures", "speed_methods")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``eagle2 bench``."""
+    """Declare the options of ``eagle2 bench`` and of ``eagle2 bench serve``."""
+    serve = "throughput and latency under load, with speculation off, fixed and adaptive"
+    what = parser.add_subparsers(dest="what", metavar="serve", title="another measurement")
+    load_command.add_arguments(what.add_parser("serve", help=serve, description=serve.capitalize() + "."))
     add_model_flags(parser)
     add_engine_flags(parser)
     both = parser.add_argument
@@ -70,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ``Eagle2Error`` where nothing can be measured.
     """
+    if args.what == "serve":
+        return load_command.run(args)
     settings = load_settings(flags=given_settings(args), environ=True)
     for_tables = args.tau_only or args.fast or any(getattr(args, name) is not None for name in _TABLE_OPTIONS)
     return _tables(args, settings) if for_tables else _comparison(args, settings)

@@ -1,0 +1,1 @@
+"""An engine under load: many requests at once, with speculation off, fixed and adaptive."""
