@@ -192,14 +192,15 @@ def test_an_idle_pair_is_asked_what_trees_take() -> None:
 
 def test_what_is_measured_leaves_nothing_behind() -> None:
     kit = EngineKit(draft_head())
-    curve = measure_target(kit.target, (1, 2, 8, 30))
-    assert curve.sizes.tolist() == [1, 2, 8, 30]
+    curve = measure_target(kit.target, 30)
+    sizes = sizes_up_to(30, kit.target.model.row_tiles)
+    assert set(sizes) <= set(curve.sizes.tolist())
     assert (curve.seconds > 0).all()
     costs = measure_pair(kit.pair, kit.target, BOUNDS, 3)
     assert {(cost.depth, cost.beam_rows) for cost in costs} >= {(1, 4), (4, 1), (4, 2), (4, 4), (1, 12), (4, 12)}
     kit.check_idle()
     small = EngineKit(None, num_slots=40)
-    assert measure_target(small.target, (1, 2, 8, 64)).sizes.tolist() == [1, 2, 8]
+    assert measure_target(small.target, 64).sizes[-1] <= 30
 
 
 def test_trees_that_a_proposer_has_no_room_for_tell_no_cost() -> None:

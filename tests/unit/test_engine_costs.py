@@ -44,6 +44,38 @@ def test_sizes_ascend_to_the_largest(most: int) -> None:
     assert len(sizes) < 24
 
 
+# Row counts whose results agree on a CPU with AMX, and on one without.
+FAR_APART = (40, 48, 56, 64, 80, 96, 112, 128, 160, 192)
+NEAR = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
+
+
+def test_sizes_are_the_row_counts_that_a_forward_is_padded_to() -> None:
+    assert sizes_up_to(11, FAR_APART) == (1, 40)
+    assert sizes_up_to(88, FAR_APART) == (1, 40, 48, 56, 64, 80, 96)
+    assert sizes_up_to(11, NEAR) == (1, 2, 4, 8, 11)
+    assert sizes_up_to(50, NEAR) == (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56)
+    # Beyond the largest one a forward is cut into several.
+    assert sizes_up_to(500, FAR_APART)[-4:] == (192, 256, 384, 500)
+
+
+@pytest.mark.parametrize("tiles", [(), NEAR, FAR_APART])
+@pytest.mark.parametrize("most", [1, 2, 7, 39, 40, 41, 300])
+def test_sizes_ascend_from_one_and_cover_the_largest(most: int, tiles: tuple[int, ...]) -> None:
+    sizes = sizes_up_to(most, tiles)
+    assert list(sizes) == sorted(set(sizes))
+    assert sizes[0] == 1
+    assert sizes[-1] >= most
+
+
+def test_a_curve_jumps_behind_a_tile_and_not_before_it() -> None:
+    sizes = sizes_up_to(64, FAR_APART)
+    curve = CostCurve(sizes, [10.0, 13.9, 20.0, 20.8, 30.0], tiles=FAR_APART)
+    inside = curve(np.array([1.0, 20.0, 39.0, 40.0]))
+    assert np.diff(inside).max() == pytest.approx(1.9)
+    behind = curve(np.array([40.0, 41.0, 48.0, 49.0, 56.0, 57.0, 64.0]))
+    assert behind.tolist() == pytest.approx([13.9, 19.3, 20.0, 20.1, 20.8, 29.3, 30.0])
+
+
 def test_a_curve_between_and_beyond_its_sizes() -> None:
     curve = CostCurve((1, 4, 8), (1.0, 1.0, 2.0))
     assert curve(np.array([0.5, 1, 3, 6, 8, 12])).tolist() == pytest.approx([1, 1, 1, 1.5, 2, 3])

@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 # A forward of the draft head costs so much of the target's while nothing better is known.
 _GUESS = 0.1
+# Larger steps are not measured before there is work, and hardly ever pay: they would keep a start waiting.
+_MOST_ROWS = 512
 # The share of memory that a verifier's KV cache and features may take where kv_slots is not set.
 _CPU_MEMORY_SHARE, _GPU_MEMORY_SHARE = 0.15, 0.5
 
@@ -215,7 +217,7 @@ def tree_shape(settings: Settings) -> TreeShape:
 def adaptive_budget(settings: Settings, target: TargetRunner) -> AdaptiveBudget:
     """A budget with the target's costs, measured now. The draft's are a guess until the pair is there to be asked."""
     engine = settings.engine
-    verify = measure_target(target, sizes_up_to(engine.max_sequences * (engine.num_draft_tokens + 1)))
+    verify = measure_target(target, min(engine.max_sequences * (engine.num_draft_tokens + 1), _MOST_ROWS))
     logger.info(
         "A step takes %s ms.",
         ", ".join(f"{1000 * s:.1f} (rows: {n:.0f})" for n, s in zip(verify.sizes, verify.seconds, strict=True)),

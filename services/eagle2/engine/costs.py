@@ -19,27 +19,46 @@ _SWEEPS = 300  # over what was measured at start-up
 _GUESSED = 0.01  # weight of a size that was never measured
 
 
-def sizes_up_to(most: int) -> tuple[int, ...]:
-    """Sizes at which a curve is measured: 1, 2, 4, 8, 12, 16, 24, 32, 48, ... and ``most``."""
+# Tiles that lie so far apart, in rows, are steps of the curve rather than a slope.
+_STEP = 8
+
+
+def sizes_up_to(most: int, tiles: Sequence[int] = ()) -> tuple[int, ...]:
+    """Sizes at which a curve is measured: 1, 2, 4, 8, 12, 16, 24, 32, 48, ... and ``most``.
+
+    ``tiles``, ascending, are the row counts that a forward is padded to, where it is (``models/linear.py``). Where they
+    lie apart each of them is a size, and nothing between them is: it costs what the next tile does.
+    """
     steps = [1, 2, 4, 8]
     while steps[-1] < most:
         steps += [steps[-1] * 3 // 2, steps[-1] * 2]
-    return (*(size for size in steps if size < most), most)
+    apart = {tile: before for before, tile in pairwise((0, *tiles)) if tile - before >= _STEP}
+
+    def padded(size: int) -> int:
+        return next((tile for tile, before in apart.items() if before < size <= tile), size)
+
+    largest = padded(most)
+    sizes = {padded(size) for size in steps if size < most} | {tile for tile in apart if tile < largest}
+    return tuple(sorted({1, *sizes, largest}))
 
 
 class CostCurve:
     """Seconds of a forward of so many rows: never falling, straight between the sizes that are measured.
 
     ``sizes`` ascend from 1 on; beyond the last one the curve goes on as it last rose, below the first it is level.
+    ``tiles`` are row counts that a forward is padded to: behind each of them the curve jumps.
     guessed: ``seconds`` were not measured, and count for little beside sizes that are.
     """
 
-    def __init__(self, sizes: Sequence[int], seconds: Sequence[float], *, guessed: bool = False) -> None:
+    def __init__(
+        self, sizes: Sequence[int], seconds: Sequence[float], *, guessed: bool = False, tiles: Sequence[int] = ()
+    ) -> None:
         assert len(sizes) == len(seconds) > 0, "a size has its seconds"
         assert all(a < b for a, b in pairwise(sizes)), f"sizes ascend, not {list(sizes)}"
         self.sizes: Floats = np.asarray(sizes, np.float64)
         self._measured: Floats = np.maximum(np.asarray(seconds, np.float64), _SMALLEST)
         self._weights: Floats = np.full(len(sizes), _GUESSED if guessed else 1.0)
+        self._add_jumps(tiles)
         self._fit()
 
     def __call__(self, rows: Floats) -> Floats:
@@ -74,6 +93,24 @@ class CostCurve:
         self._measured *= np.exp(log_factor * nearness)
         self._weights = np.maximum(self._weights, nearness)
         self._fit()
+
+    def _add_jumps(self, tiles: Sequence[int]) -> None:
+        """A row more than a tile costs what the next tile does, less the rows that it lacks.
+
+        Without these sizes the curve would rise slowly towards the next tile, and rows that are free be left unused.
+        """
+        sizes, seconds = self.sizes.tolist(), self._measured.tolist()
+        if len(sizes) < 2:
+            return
+        slope = max((seconds[1] - seconds[0]) / (sizes[1] - sizes[0]), 0.0)
+        taken = dict(zip(sizes, seconds, strict=True))
+        for tile, following in pairwise(tiles):
+            if following - tile >= _STEP and tile in taken and following in taken:
+                behind = max(taken[following] - slope * (following - tile - 1), taken[tile])
+                place = int(np.searchsorted(self.sizes, tile + 1))
+                self.sizes = np.insert(self.sizes, place, tile + 1)
+                self._measured = np.insert(self._measured, place, behind)
+                self._weights = np.insert(self._weights, place, _GUESSED)
 
     def _fit(self) -> None:
         self._seconds = isotonic(self._measured, self._weights)

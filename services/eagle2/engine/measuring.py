@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from eagle2.engine.batch import RowsBuilder
-from eagle2.engine.costs import CostCurve, DraftCost
+from eagle2.engine.costs import CostCurve, DraftCost, sizes_up_to
 from eagle2.engine.pair import Pair
 from eagle2.engine.target import TargetRunner
 from eagle2.kv_cache.slots import SlotTable
@@ -22,13 +22,14 @@ _ROUNDS = 5  # of which the least counts: what else a machine does only adds
 _ENOUGH_S = 4.0  # after which there is no further round
 
 
-def measure_target(target: TargetRunner, sizes: Sequence[int], *, clock: Clock = time.perf_counter) -> CostCurve:
-    """Seconds of a forward of so many nodes of one tree, logits and the choice of tokens included.
+def measure_target(target: TargetRunner, most: int, *, clock: Clock = time.perf_counter) -> CostCurve:
+    """Seconds of a forward of up to ``most`` nodes of one tree, logits and the choice of tokens included.
 
     Sizes that do not fit into the pool beside a short context are left out, the smallest never.
     """
     context = min(_CONTEXT, target.pool.num_free // 4)
-    sizes = [size for size in sizes if context + size <= target.pool.num_free] or [1]
+    tiles = target.model.row_tiles
+    sizes = [size for size in sizes_up_to(most, tiles) if context + size <= target.pool.num_free] or [1]
     table = SlotTable(target.pool)
     builder = RowsBuilder()
     builder.add_span(table.extend(context), 0, [0] * context)
@@ -44,7 +45,7 @@ def measure_target(target: TargetRunner, sizes: Sequence[int], *, clock: Clock =
             if number:  # the first round is for kernels that are still to be compiled
                 taken.append(clock() - began)
     table.free()
-    return CostCurve(sizes, [min(taken) for taken in seconds])
+    return CostCurve(sizes, [min(taken) for taken in seconds], tiles=tiles)
 
 
 def _run_tree(target: TargetRunner, table: SlotTable, size: int) -> None:

@@ -40,6 +40,11 @@ class TargetModel:
         )
         self._tiles = common_tiles(tuple(linear for layer in self._layers for linear in layer.linears))
 
+    @property
+    def row_tiles(self) -> tuple[int, ...]:
+        """The row counts that a forward is padded to, ascending; none where it is not padded."""
+        return self._tiles or ()
+
     def new_pool(self, slots: int) -> KVPool:
         config = self.config
         return KVPool(config.num_layers, slots, config.num_kv_heads, config.head_dim, self.dtype, self.device)
