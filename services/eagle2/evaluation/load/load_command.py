@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--limit", type=_positive, default=40, metavar="N", help="questions to take (default 40)")
     add("--max-tokens", type=_positive, default=64, metavar="N", help="tokens an answer (default 64)")
     add("--answers", type=_positive, default=4, metavar="N", help="answers' worth of tokens that a window has at "
-        "least; never fewer than one for each sequence (default 4)")  # fmt: skip
+        "least; never fewer than half a one for each sequence (default 4)")  # fmt: skip
     add("--rounds", type=_positive, default=5, metavar="N", help="rounds that are paired (default 5)")
     add("--proposer", choices=("process", "inline"), default="process", help="draft in a process of its own, as "
         "served (default), or in the engine's thread")  # fmt: skip
@@ -82,12 +82,6 @@ def run(args: argparse.Namespace) -> int:
     plan = LoadPlan(contenders, loads, prompts, args.rounds, args.max_tokens, args.answers, args.arrivals)
     say(f"Starting {len(contenders)} engines: {', '.join(contender.name for contender in contenders)}")
     engines = LoadedEngines(contenders, settings, args.proposer)
-    try:
-        conditions = Conditions.now(load)
-        measurement = LoadMeasurement(engines, plan, say)
-        cells = asyncio.run(measurement.run())
-    finally:
-        engines.close()
     model = {
         "target": description.name,
         "draft": settings.model.draft,
@@ -96,12 +90,28 @@ def run(args: argparse.Namespace) -> int:
         "asked": f"{len(prompts)} prompts of {asked.source}, {args.max_tokens} tokens each, greedy, {args.rounds} "
         f"rounds, proposer {'in a process of its own' if args.proposer == 'process' else 'in the engine thread'}",
     }
-    text = f"{load_text(cells, measurement.texts)}\n\n{conditions_lines(conditions, model)}"
-    print(text)
-    if args.out:
-        write_report(
-            args.out, "load", text, {**conditions_json(conditions, model), **load_json(cells, measurement.texts)}
-        )
+    conditions = Conditions.now(load)
+    measurement = LoadMeasurement(engines, plan, say)
+
+    def report() -> str:
+        cells, texts = measurement.cells, measurement.texts
+        text = f"{load_text(cells, texts)}\n\n{conditions_lines(conditions, model)}"
+        if args.out:
+            write_report(args.out, "load", text, {**conditions_json(conditions, model), **load_json(cells, texts)})
+        return text
+
+    interrupted = False
+    try:
+        asyncio.run(measurement.run(report))
+    except KeyboardInterrupt:
+        interrupted = True
+        say(f"Interrupted: this is what {len({cell.round for cell in measurement.cells})} whole rounds say.")
+    finally:
+        engines.close()
+    if measurement.cells:
+        print(report())
+    if interrupted:
+        return 130
     return 1 if measurement.texts.lost else 0
 
 

@@ -22,7 +22,7 @@ _POLL_S = 0.01
 class LoadPlan:
     """What is measured.
 
-    answers: how many whole answers' tokens a window has at least; it never has fewer than one for each sequence.
+    answers: how many whole answers' tokens a window has at least; it never has fewer than half a one for each sequence.
     arrivals: requests of an open loop.
     """
 
@@ -35,18 +35,21 @@ class LoadPlan:
     arrivals: int
 
     def window_tokens(self, concurrency: int) -> int:
-        return self.max_tokens * max(concurrency, self.answers)
+        return self.max_tokens * max(concurrency, 2 * self.answers) // 2
 
 
 class LoadMeasurement:
-    """Measures a plan. ``texts`` knows afterwards whether all contenders gave the same tokens."""
+    """Measures a plan. ``cells`` are those of whole rounds; ``texts`` knows whether all gave the same tokens."""
 
     def __init__(self, engines: LoadedEngines, plan: LoadPlan, say: Callable[[str], None]) -> None:
         self._engines, self._plan, self._say = engines, plan, say
+        self.cells: list[Cell] = []
         self.texts = Texts()
 
-    async def run(self) -> list[Cell]:
-        """Round 0 is run like the others, with windows half as long, and is not among the cells.
+    async def run(self, on_round: Callable[[], object] = lambda: None) -> None:
+        """Measure all rounds; ``on_round`` is called after each.
+
+        Round 0 is run like the others, with windows half as long, and is not among the cells.
 
         In it kernels are compiled, and an adaptive budget measures its costs and learns from trees under every load.
         Within a round all contenders meet one load right after another, with the same prompts and arrivals; who comes
@@ -56,9 +59,9 @@ class LoadMeasurement:
         for contender in plan.contenders:
             if contender.shape is not None:
                 await wait_until_paired(self._engines[contender.name].service)
-        cells: list[Cell] = []
         began = time.monotonic()
         for number in range(plan.rounds + 1):
+            cells: list[Cell] = []
             for place, load in enumerate(plan.loads):
                 first = (number + place) % len(plan.contenders)
                 met = [
@@ -68,8 +71,10 @@ class LoadMeasurement:
                 rates = "  ".join(f"{cell.contender} {cell.rate:.1f}" for cell in sorted(met, key=_name))
                 title = f"round {number}/{plan.rounds}" if number else "warm-up"
                 self._say(f"{title}, {load.name}: {rates} tok/s ({time.monotonic() - began:.0f} s so far)")
-                cells += met if number else []
-        return cells
+                cells += met
+            if number:
+                self.cells += cells
+                on_round()
 
     async def _cell(self, contender: Contender, load: Load, number: int) -> Cell:
         plan, engine = self._plan, self._engines[contender.name]
