@@ -137,14 +137,14 @@ def test_nothing_behind_the_end_stays_in_the_cache(expected: Answer) -> None:
     for name, how in ends.items():
         kit = kit_with(oracle(expected))
         cached: list[int] = []
-        retire = kit.engine._retire
+        retire = kit.engine.departures.retire
 
         def spy(sequence: Sequence, cached: list[int] = cached, retire: Callable[[Sequence], None] = retire) -> None:
             cached[:] = sequence.tokens[: len(sequence.table)]
             assert len(sequence.table) <= len(sequence.tokens)
             retire(sequence)
 
-        kit.engine._retire = spy  # type: ignore[method-assign]
+        kit.engine.departures.retire = spy  # type: ignore[method-assign]
         answer = kit.answer(request(PROMPT, **{"max_tokens": 60, "ignore_eos": True, **how}))  # type: ignore[arg-type]
         visible = [BOS, *PROMPT.encode(), *answer.ids]
         assert cached == visible[: len(cached)], name

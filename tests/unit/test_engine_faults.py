@@ -240,7 +240,7 @@ def test_preemption_and_cancel_while_the_proposer_is_late(expected: list[list[in
     for _ in range(4):
         kit.engine.step()
     kit.engine.cancel(kit.engine.scheduler.running[0])
-    kit.engine._preempt()
+    kit.engine.departures.preempt()
     kit.run()
     assert submitted[0].finish_reason is None, "nobody reads a cancelled stream"
     assert [answer.ids for answer in submitted[1:]] == expected[1:3]

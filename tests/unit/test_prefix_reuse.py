@@ -245,7 +245,7 @@ def test_cancelled_put_back_and_crowded(seed: int) -> None:
             kit.engine.step()
             kit.engine.scheduler.check_integrity()
             if chance.random() < 0.1:
-                kit.engine._preempt()
+                kit.engine.departures.preempt()
                 kit.engine.scheduler.check_integrity()
         if chance.random() < 0.2:
             victim = chance.randrange(len(sequences))
@@ -275,7 +275,7 @@ def test_what_was_put_back_finds_its_own_again() -> None:
         kit.engine.step()
     before = prefilled(kit)
     assert before == len(first.prompt_ids) + len(second.prompt_ids)
-    kit.engine._preempt()
+    kit.engine.departures.preempt()
     kit.engine.scheduler.check_integrity()
     kit.run()
     assert prefilled(kit) == before
