@@ -80,6 +80,7 @@ class Clients:
             sampling=ask.sampling,
             stop=ask.stop,
             speculation=ask.speculation,
+            priority=ask.priority,
             deadline=None if ask.deadline_s is None else time.time() + ask.deadline_s,
         )
 

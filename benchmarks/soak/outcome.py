@@ -35,7 +35,7 @@ class Outcome:
 
 def question(request: GenerationRequest) -> GenerationRequest:
     """What an answer may depend on: equal for requests that must get the same one."""
-    return replace(request, request_id="", tenant="", deadline=None)
+    return replace(request, request_id="", tenant="", priority="interactive", deadline=None)
 
 
 def difference(found: Outcome, expected: Outcome) -> str | None:

@@ -234,6 +234,7 @@ def _kinds(outcomes: list[Outcome], asks: list[Ask]) -> dict[str, int]:
         "stop_tokens": sum(bool(o.request.stop.stop_token_ids) for o in outcomes),
         "ignore_eos": sum(o.request.stop.ignore_eos for o in outcomes),
         "without_speculation": sum(not o.request.speculation for o in outcomes),
+        "batch_priority": sum(o.request.priority == "batch" for o in outcomes),
         "deadlines": sum(o.request.deadline is not None for o in outcomes),
         "left_early": sum(o.left for o in outcomes),
         "gone_on_with": sum(o.request.prompt_ids != ask.prompt for o, ask in zip(outcomes, asks, strict=True)),

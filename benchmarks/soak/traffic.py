@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from eagle2.protocol import SamplingParams, StopConditions
+from eagle2.protocol import Priority, SamplingParams, StopConditions
 
 Encode = Callable[[str], list[int]]
 
@@ -52,6 +52,7 @@ class Ask:
     sampling: SamplingParams
     stop: StopConditions
     speculation: bool = True
+    priority: Priority = "interactive"
     continues: int | None = None
     patience: int | None = None
     deadline_s: float | None = None
@@ -61,7 +62,7 @@ def traffic(seed: int, count: int, encode: Encode, sizes: Sizes, bos: int | None
     """``count`` requests, the same for the same arguments.
 
     Half begin with one of three system prompts, a quarter repeat a recent request, one in nine goes on with one. Half
-    are greedy. A tenth of the clients leave at a random moment, one in thirty has a deadline that may pass.
+    are greedy, a quarter can wait. A tenth of the clients leave at a random moment, one in thirty has a deadline that may pass.
     """
     draw = random.Random(seed)
     begin = [] if bos is None else [bos]
@@ -76,6 +77,7 @@ def traffic(seed: int, count: int, encode: Encode, sizes: Sizes, bos: int | None
             replace(
                 ask,
                 tenant=draw.choice(TENANTS),
+                priority="batch" if draw.random() < 0.25 else "interactive",
                 patience=draw.randrange(80) if draw.random() < 0.1 else None,
                 deadline_s=draw.choice((-1.0, 0.02, 0.3, 3600.0)) if draw.random() < 1 / 30 else None,
             )

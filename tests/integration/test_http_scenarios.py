@@ -14,9 +14,16 @@ from typing import Any
 import httpx
 import pytest
 
+from eagle2.router.api import create_app
+from eagle2.router.settings import RouterSettings
+from eagle2.speculative.draft import TreeShape
 from eagle2.telemetry import metrics
-from fakes.engines import PROMPTS, EngineKit, prompt_ids
+from eagle2.verifier.service import VerifierService
+from fakes.drafts import OracleHandler
+from fakes.engines import EOS, INCARNATION, PROMPTS, EngineKit, prompt_ids
 from fakes.engines import request as engine_request
+from fakes.server import serving
+from fakes.verifier import describe
 from integration.conftest import Stack
 
 Body = dict[str, Any]
@@ -219,6 +226,51 @@ async def test_b06_the_next_turn_reads_only_the_new_line(stack: Stack, client: h
     assert len(history) - 1 <= cached(second) <= len(history)
     assert stack.kit.stats.get(metrics.PREFILL_TOKENS) - before == len(history) + 5 - cached(second)
     cold = EngineKit(None, prefix_cache=False).answer(engine_request([*history, *b"+ so "], max_tokens=32))
+    assert second["choices"][0]["token_ids"] == cold.ids
+
+
+def sampled_with_an_end_at_index_2(prompt: str) -> tuple[int, list[int]]:
+    """A seed and its answer at temperature 1, 60 tokens that go on behind the first end of text. The prompt's own step
+    gives the first token, each block of a right draft of depth 6 seven; the end is at index 2 of such a block."""
+    seeds = range(16, 24)
+    asked = [engine_request(prompt, max_tokens=60, ignore_eos=True, temperature=1.0, seed=seed) for seed in seeds]
+    for seed, answer in zip(seeds, EngineKit(None).answers(*asked), strict=True):
+        if EOS in answer.ids[4:] and (answer.ids.index(EOS) - 1) % 7 == 2:
+            return seed, answer.ids
+    raise AssertionError("no answer ends there; take other seeds")
+
+
+async def test_b06_an_end_of_text_at_index_2_of_a_block_of_six() -> None:
+    """The oracle drafts on behind the end, as the target would if it did not stop there. The second turn names the
+    same session and brings the text that was seen."""
+    prompt, line, start = PROMPTS[1], " and then ", len(prompt_ids(PROMPTS[1]))
+    seed, whole = sampled_with_an_end_at_index_2(prompt)
+    end = whole.index(EOS)
+    handler = OracleHandler(lambda context: whole[len(context) - start :], incarnation=INCARNATION)
+    kit = EngineKit(handler, shape=TreeShape(6, 1, 7))
+    service = VerifierService(kit.engine, describe())
+    with serving(create_app(service, RouterSettings())) as url:
+        async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+            first = await complete(client, prompt, session_id="s1", max_tokens=60, temperature=1, seed=seed)
+            ids, text = first["choices"][0]["token_ids"], first["choices"][0]["text"]
+            assert ids == whole[: end + 1]
+            assert first["choices"][0]["finish_reason"] == "stop"
+            assert handler.steps[-1].depth == 6
+            blocks = (end - 1) // 7
+            details = first["usage"]["completion_tokens_details"]
+            assert details["accepted_prediction_tokens"] == 6 * blocks + 3, "the oracle was right to the end"
+
+            seen = start + len(text.encode())
+            before = kit.stats.get(metrics.PREFILL_TOKENS)
+            second = await complete(client, prompt + text + line, session_id="s1", max_tokens=20)
+            assert second["usage"]["prompt_tokens"] == seen + len(line)
+            assert seen - 1 <= cached(second) <= seen
+            assert len(line) <= kit.stats.get(metrics.PREFILL_TOKENS) - before <= len(line) + 1
+            # What would have come behind the end cannot be found.
+            behind = await complete(client, [*prompt_ids(prompt), *whole], session_id="s1", max_tokens=2)
+            assert cached(behind) <= start + end + 1
+    service.close()
+    cold = EngineKit(None, prefix_cache=False).answer(engine_request(prompt + text + line, max_tokens=20))
     assert second["choices"][0]["token_ids"] == cold.ids
 
 

@@ -94,7 +94,7 @@ def test_traffic_is_mixed_and_the_same_for_a_seed() -> None:
     assert all(1 <= ask.stop.max_tokens <= SIZES.output for ask in asks)
     assert 40 <= sum(ask.patience is not None for ask in asks) <= 80
     assert 5 <= sum(ask.deadline_s is not None for ask in asks) <= 40
-    assert len({ask.tenant for ask in asks}) == 2
+    assert len({ask.tenant for ask in asks}) == len({ask.priority for ask in asks}) == 2
     assert all(ask.continues is None or ask.continues < ask.number for ask in asks)
     for trait in ("top_k", "min_p", "presence_penalty", "frequency_penalty", "logit_bias"):
         assert sum(bool(getattr(ask.sampling, trait)) for ask in asks) > 20, trait
