@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from eagle2.config import EngineSettings, Settings
 from eagle2.engine.assemble import adaptive_budget
 from eagle2.engine.budget import AdaptiveBudget
-from eagle2.engine.costs import CostCurve, DraftCosts, sizes_up_to
+from eagle2.engine.costs import CostCurve, DraftCosts, StepCosts, sizes_up_to
 from eagle2.engine.engine import Engine, EngineLimits
 from eagle2.engine.measuring import measure_pair, measure_target
 from eagle2.engine.trees import drafted_nodes, with_nodes
@@ -67,7 +67,7 @@ class AdaptiveKit(EngineKit):
         sizes = sizes_up_to(8 * BOUNDS.num_nodes)
         self.budget = AdaptiveBudget(
             BOUNDS,
-            CostCurve(sizes, [verify(size) for size in sizes]),
+            StepCosts(CostCurve(sizes, [verify(size) for size in sizes])),
             DraftCosts(CostCurve(sizes, [draft(size) for size in sizes])),
         )
         self.engine = Engine(
@@ -192,15 +192,15 @@ def test_an_idle_pair_is_asked_what_trees_take() -> None:
 
 def test_what_is_measured_leaves_nothing_behind() -> None:
     kit = EngineKit(draft_head())
-    curve = measure_target(kit.target, 30)
+    costs_of = measure_target(kit.target, 30)
     sizes = sizes_up_to(30, kit.target.model.row_tiles)
-    assert set(sizes) <= set(curve.sizes.tolist())
-    assert (curve.seconds > 0).all()
+    assert set(sizes) <= set(costs_of.curve.sizes.tolist())
+    assert (costs_of.curve.seconds > 0).all()
     costs = measure_pair(kit.pair, kit.target, BOUNDS, 3)
     assert {(cost.depth, cost.beam_rows) for cost in costs} >= {(1, 4), (4, 1), (4, 2), (4, 4), (1, 12), (4, 12)}
     kit.check_idle()
     small = EngineKit(None, num_slots=40)
-    assert measure_target(small.target, 64).sizes[-1] <= 30
+    assert measure_target(small.target, 64).curve.sizes[-1] <= 30
 
 
 def test_trees_that_a_proposer_has_no_room_for_tell_no_cost() -> None:
@@ -214,7 +214,7 @@ def test_settings_make_a_budget() -> None:
     engine = EngineSettings(max_sequences=2, depth=3, top_k=4, num_draft_tokens=7, tree_budget="adaptive")
     budget = adaptive_budget(Settings(engine=engine), kit.target)
     assert budget.bounds == TreeShape(3, 4, 8)
-    assert budget.verify.sizes[-1] == 16
+    assert budget.verify.curve.sizes[-1] >= 16
     kit.check_idle()
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle2.engine.budget import AdaptiveBudget, DraftedNodes, Load, StepPlan, best_count, needed_top_k
-from eagle2.engine.costs import CostCurve, DraftCost, DraftCosts, sizes_up_to
+from eagle2.engine.costs import CostCurve, DraftCost, DraftCosts, StepCosts, sizes_up_to
 from eagle2.speculative.draft import TreeShape
 from eagle2.telemetry import metrics
 from eagle2.telemetry.recorder import Recorder
@@ -35,7 +35,7 @@ def curve(cost: Cost, most: int = 512) -> CostCurve:
 
 
 def budget_of(verify: Cost, draft: Cost, bounds: TreeShape = _BOUNDS) -> AdaptiveBudget:
-    return AdaptiveBudget(bounds, curve(verify), DraftCosts(curve(draft), overhead_s=1e-6))
+    return AdaptiveBudget(bounds, StepCosts(curve(verify)), DraftCosts(curve(draft), overhead_s=1e-6))
 
 
 def tree_nodes(rng: np.random.Generator, confidences: tuple[float, ...], shape: TreeShape, tree: int) -> DraftedNodes:
@@ -102,7 +102,7 @@ class Machine:
             self.seconds += draft_s
         self.tokens += sequences
         self.seconds += self.verify(sequences + nodes)
-        self.budget.end_step(sequences + nodes, self.verify(sequences + nodes), has_prefill=False)
+        self.budget.end_step(sequences + nodes, 0, self.verify(sequences + nodes), has_prefill=False)
         return plan, nodes / sequences
 
     def _accept(self, nodes: DraftedNodes) -> np.ndarray:
@@ -162,7 +162,7 @@ def test_what_is_kept_is_of_trees_and_the_best_there_is(seed: int, sequences: in
 
     def rate(chosen: np.ndarray) -> float:
         rows = load.decoding + len(chosen)
-        return (load.decoding + chosen.sum()) / (plan.draft_s + budget.verify.at(rows))
+        return (load.decoding + chosen.sum()) / (plan.draft_s + budget.verify.at(rows, load.context))
 
     ordered = np.sort(values)[::-1]
     assert rate(values[kept]) == pytest.approx(max(rate(ordered[:count]) for count in range(len(ordered) + 1)))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle2.engine.costs import CostCurve, DraftCost, DraftCosts, sizes_up_to
+from eagle2.engine.costs import CostCurve, DraftCost, DraftCosts, StepCosts, sizes_up_to
 from eagle2.engine.isotonic import isotonic
 from eagle2.engine.values import NodeValues
 
@@ -102,6 +102,24 @@ def test_a_curve_follows_the_machine_and_forgives_outliers() -> None:
         curve.observe(rows, truth(rows) * slow * float(np.exp(0.1 * rng.normal())))
     for rows in (1, 8, 16, 32, 48, 64):
         assert curve.at(rows) == pytest.approx(truth(rows), rel=0.2)
+
+
+def test_a_row_costs_more_behind_a_longer_context() -> None:
+    costs = StepCosts(CostCurve((1, 8, 64), (1.0, 1.0, 2.0)), context=100, position_s=0.001)
+    rows = np.array([1.0, 8.0, 64.0])
+    assert costs(rows, 100).tolist() == [1.0, 1.0, 2.0]
+    assert costs(rows, 600).tolist() == pytest.approx([1.5, 5.0, 34.0])
+    assert (costs(rows, 0) > 0).all()
+
+
+def test_what_a_context_costs_is_not_taken_for_a_slower_machine() -> None:
+    costs = StepCosts(CostCurve((1, 8, 64), (1.0, 1.0, 2.0)), context=100, position_s=0.001)
+    for _ in range(100):
+        costs.observe(8, 1100, 9.0)
+    assert costs.at(8, 100) == pytest.approx(1.0)
+    for _ in range(200):
+        costs.observe(8, 100, 2.0)
+    assert costs.at(8, 100) == pytest.approx(2.0, rel=0.01)
 
 
 def test_one_size_tells_something_of_all_and_most_of_itself() -> None:

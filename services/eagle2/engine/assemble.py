@@ -220,10 +220,10 @@ def adaptive_budget(settings: Settings, target: TargetRunner) -> AdaptiveBudget:
     verify = measure_target(target, min(engine.max_sequences * (engine.num_draft_tokens + 1), _MOST_ROWS))
     logger.info(
         "A step takes %s ms.",
-        ", ".join(f"{1000 * s:.1f} (rows: {n:.0f})" for n, s in zip(verify.sizes, verify.seconds, strict=True)),
+        ", ".join(f"{1000 * s:.1f} (rows: {n:.0f})" for n, s in zip(verify.curve.sizes, verify.curve.seconds, strict=True)),
     )
     sizes = sizes_up_to(engine.max_sequences * max(engine.top_k, 2))
-    draft = CostCurve(sizes, [_GUESS * verify.at(size) for size in sizes], guessed=True)
+    draft = CostCurve(sizes, [_GUESS * verify.curve.at(size) for size in sizes], guessed=True)
     return AdaptiveBudget(tree_shape(settings), verify, DraftCosts(draft))
 
 

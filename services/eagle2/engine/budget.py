@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eagle2.engine.costs import CostCurve, DraftCost, DraftCosts
+from eagle2.engine.costs import DraftCost, DraftCosts, StepCosts
 from eagle2.engine.isotonic import Floats
 from eagle2.engine.values import Booleans, Integers, NodeValues
 from eagle2.speculative.draft import TreeShape
@@ -23,16 +23,19 @@ _SURVEY_SHARE = 0.02  # of the time may go into looking at trees larger than tho
 _SURVEYED = 4  # nodes of such a tree that are verified in any case, so that its values are put to the test
 _CHOICE_STEPS = 16  # steps that a choice of shape holds for
 _MARGIN = 1.01  # another shape must be this much better: two equal ones would take turns
+_COARSE = 64  # rows of prompts and positions that make no difference to a choice
 _PLAIN = -1  # the option without a tree
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A step's work before any tree: sequences that decode, those of them that take a tree, rows of prompts."""
+    """A step's work before any tree: sequences that decode, those of them that take a tree, rows of prompts, and how
+    many positions a decoding sequence's row sees, in the mean."""
 
     decoding: int
     drafting: int
     prefill_rows: int = 0
+    context: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +106,13 @@ def _ranks(groups: Integers, order: Integers) -> Integers:
 class AdaptiveBudget:
     """Chooses depth and top_k before a step drafts, and the nodes that are verified after it has.
 
-    ``bounds`` is the largest tree. ``verify`` is the cost of a step of the target by its rows, ``draft`` that of trees.
+    ``bounds`` is the largest tree. ``verify`` is the cost of a step of the target, ``draft`` that of trees.
 
     Trees of the largest shape ("surveys") show what every smaller shape would have given. Where a smaller shape pays
     more, or none at all, surveys go on as often as two per cent of the time allow.
     """
 
-    def __init__(self, bounds: TreeShape, verify: CostCurve, draft: DraftCosts) -> None:
+    def __init__(self, bounds: TreeShape, verify: StepCosts, draft: DraftCosts) -> None:
         self.bounds, self.verify, self.draft = bounds, verify, draft
         self.values = NodeValues()
         widths = sorted({k for k in (1, 2, 3, 4, 6, 8, 12, 16) if k < bounds.top_k} | {bounds.top_k})
@@ -126,7 +129,12 @@ class AdaptiveBudget:
 
     def plan(self, load: Load) -> StepPlan:
         """What to draft. With nobody who drafts yet, what is going to be drafted for one sequence."""
-        load = Load(max(load.decoding, 1), max(load.drafting, 1), -(-load.prefill_rows // 64) * 64)
+        load = Load(
+            max(load.decoding, 1),
+            max(load.drafting, 1),
+            -(-load.prefill_rows // _COARSE) * _COARSE,
+            -(-load.context // _COARSE) * _COARSE,
+        )
         if len(self._surveys) < _FEWEST:
             return self._plan(load, len(self._options) - 1, survey=True)
         option = self._choice(load)
@@ -138,7 +146,7 @@ class AdaptiveBudget:
         extra = survey.draft_s - chosen.draft_s
         if option == _PLAIN:
             rows = load.decoding + load.prefill_rows
-            extra += self.verify.at(rows + _SURVEYED) - self.verify.at(rows)
+            extra += self.verify.at(rows + _SURVEYED, load.context) - self.verify.at(rows, load.context)
         if self._allowance_s < extra:
             return chosen
         self._allowance_s = 0.0
@@ -150,7 +158,7 @@ class AdaptiveBudget:
         # A child is worth no more than its parent and stands behind it, so every beginning of this order is of trees.
         order = np.argsort(-values, kind="stable")
         rows = load.decoding + load.prefill_rows + np.arange(len(values) + 1, dtype=np.float64)
-        count, _ = best_count(values[order], load.decoding, plan.draft_s + self.verify(rows))
+        count, _ = best_count(values[order], load.decoding, plan.draft_s + self.verify(rows, load.context))
         kept = np.zeros(len(values), np.bool_)
         kept[order[:count]] = True
         for tree in np.unique(nodes.trees).tolist() if plan.whole else ():
@@ -168,13 +176,13 @@ class AdaptiveBudget:
         self.draft.observe(cost)
         self._new_rows += 0.05 * (min(cost.new_rows / sequences, self.bounds.depth + 1.0) - self._new_rows)
 
-    def end_step(self, rows: int, seconds: float, *, has_prefill: bool) -> None:
-        """The target's step of so many rows took so long, all that follows from it included."""
+    def end_step(self, rows: int, context: float, seconds: float, *, has_prefill: bool) -> None:
+        """The target's step of so many rows, which saw so many positions, took so long, all that follows included."""
         self._steps += 1
         self.values.step()
         self._allowance_s += _SURVEY_SHARE * seconds
         if not has_prefill:  # the rows of a prompt have no logits and cost less
-            self.verify.observe(rows, seconds)
+            self.verify.observe(rows, context, seconds)
 
     def export(self, stats: Recorder) -> None:
         """The choice, the costs and the calibration, as gauges."""
@@ -182,7 +190,7 @@ class AdaptiveBudget:
         stats.set(metrics.TREE_BUDGET_DEPTH, option.depth if option else 0)
         stats.set(metrics.TREE_BUDGET_TOP_K, option.top_k if option else 0)
         for curve, metric in (
-            (self.verify, metrics.TREE_BUDGET_VERIFY_SECONDS),
+            (self.verify.curve, metrics.TREE_BUDGET_VERIFY_SECONDS),
             (self.draft.curve, metrics.TREE_BUDGET_DRAFT_SECONDS),
         ):
             for size, seconds in zip(curve.sizes.tolist(), curve.seconds.tolist(), strict=True):
@@ -228,7 +236,7 @@ class AdaptiveBudget:
             self._new_rows * load.drafting, self._depths.astype(np.float64), self._widths * float(load.drafting)
         )
         verified: Floats = np.cumsum(drafted, axis=1, dtype=np.float64)
-        seconds = draft_s[:, None] + self.verify(rows + share * verified)
-        plain = load.decoding / self.verify.at(rows)
+        seconds = draft_s[:, None] + self.verify(rows + share * verified, load.context)
+        plain = load.decoding / self.verify.at(rows, load.context)
         best = (tokens / seconds).max(axis=1, initial=0.0)
         return np.concatenate([[plain], best])

@@ -82,7 +82,7 @@ class AdaptiveTrees(FixedTrees):
     def begin(self, running: Sequence[Generation], prefill_rows: int) -> None:
         decoding = [sequence for sequence in running if _decodes(sequence)]
         drafting = sum(sequence.speculate and sequence.num_left > 1 for sequence in decoding)
-        self._load = Load(len(decoding), drafting, prefill_rows)
+        self._load = Load(len(decoding), drafting, prefill_rows, _mean_context(decoding))
         self._plan = self.budget.plan(self._load)
         self.shape = self._plan.shape or self.budget.bounds
         self._has_asked = False
@@ -130,7 +130,7 @@ class AdaptiveTrees(FixedTrees):
         self.budget.values.observe(tree.scores[0, 1:].double().numpy(), depths, accepted[1:])
 
     def verified(self, rows: int, seconds: float, *, has_prefill: bool) -> None:
-        self.budget.end_step(rows, seconds, has_prefill=has_prefill)
+        self.budget.end_step(rows, self._load.context, seconds, has_prefill=has_prefill)
         self._steps += 1
         if self._steps % _EXPORT_STEPS == 1:
             self.budget.export(self._stats)
@@ -141,6 +141,10 @@ class AdaptiveTrees(FixedTrees):
         self._is_measured = True
         self.budget.draft.fit(measure_pair(pair, target, self.budget.bounds, self._max_sequences, clock=self._clock))
         self.budget.export(self._stats)
+
+
+def _mean_context(decoding: Sequence[Generation]) -> int:
+    return sum(len(sequence.table) for sequence in decoding) // max(len(decoding), 1)
 
 
 def _decodes(sequence: Generation) -> bool:

@@ -76,8 +76,11 @@ class CostCurve:
         return self._seconds
 
     def observe(self, rows: float, seconds: float) -> None:
-        """A step of so many rows took so long."""
-        residual = _residual(seconds, self.at(rows))
+        """A forward of so many rows took so long."""
+        self.learn(rows, _residual(seconds, self.at(rows)))
+
+    def learn(self, rows: float, residual: float) -> None:
+        """A forward of so many rows took exp(residual) times as long as the curve says."""
         self.shift(_LEVEL_RATE * residual)
         self.bend(rows, _SHAPE_RATE * residual)
 
@@ -118,6 +121,28 @@ class CostCurve:
         last = self.sizes[-1]
         begin = float(np.interp(last / 2, self.sizes, self._seconds))
         self._rise = (self._seconds[-1] - begin) / (last - last / 2) if len(self.sizes) > 1 else 0.0
+
+
+class StepCosts:
+    """Seconds of a step of the target: ``curve`` by its rows, measured at a context of ``context`` positions, and for
+    every position that a row sees beyond those ``position_s``.
+    """
+
+    def __init__(self, curve: CostCurve, context: float = 0.0, position_s: float = 0.0) -> None:
+        self.curve, self.context, self.position_s = curve, context, position_s
+
+    def __call__(self, rows: Floats, context: float) -> Floats:
+        """Seconds (...) for rows (...) that see ``context`` positions in the mean."""
+        beyond: Floats = self.position_s * rows * (context - self.context)
+        # A context shorter than the measured one takes away no more than half.
+        return np.maximum(self.curve(rows) + beyond, self.curve(rows) / 2)
+
+    def at(self, rows: float, context: float) -> float:
+        return float(self(np.array([rows]), context)[0])
+
+    def observe(self, rows: float, context: float, seconds: float) -> None:
+        """A step took so long."""
+        self.curve.learn(rows, _residual(seconds, self.at(rows, context)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from eagle2.engine.batch import RowsBuilder
-from eagle2.engine.costs import CostCurve, DraftCost, sizes_up_to
+from eagle2.engine.costs import CostCurve, DraftCost, StepCosts, sizes_up_to
 from eagle2.engine.pair import Pair
 from eagle2.engine.target import TargetRunner
 from eagle2.kv_cache.slots import SlotTable
@@ -17,23 +17,37 @@ from eagle2.speculative.draft import TreeShape
 from eagle2.transport.messages import DraftEntry, DraftStatus
 
 Clock = Callable[[], float]
-_CONTEXT = 128  # tokens before the measured rows
+_CONTEXT, _LONGER = 128, 1024  # tokens before the measured rows; a longer context shows what each position takes
 _ROUNDS = 5  # of which the least counts: what else a machine does only adds
 _ENOUGH_S = 4.0  # after which there is no further round
 
 
-def measure_target(target: TargetRunner, most: int, *, clock: Clock = time.perf_counter) -> CostCurve:
+def measure_target(target: TargetRunner, most: int, *, clock: Clock = time.perf_counter) -> StepCosts:
     """Seconds of a forward of up to ``most`` nodes of one tree, logits and the choice of tokens included.
 
     Sizes that do not fit into the pool beside a short context are left out, the smallest never.
     """
-    context = min(_CONTEXT, target.pool.num_free // 4)
     tiles = target.model.row_tiles
+    context = min(_CONTEXT, target.pool.num_free // 4)
     sizes = [size for size in sizes_up_to(most, tiles) if context + size <= target.pool.num_free] or [1]
+    curve = CostCurve(sizes, _least_seconds(target, context, sizes, clock), tiles=tiles)
+    longer = min(_LONGER, target.pool.num_free // 4)
+    probe = sizes[min(1, len(sizes) - 1)]
+    if longer <= context:
+        return StepCosts(curve, context)
+    [seconds] = _least_seconds(target, longer, [probe], clock)
+    return StepCosts(curve, context, max(seconds - curve.at(probe), 0.0) / (probe * (longer - context)))
+
+
+def _least_seconds(target: TargetRunner, context: int, sizes: Sequence[int], clock: Clock) -> list[float]:
+    """Of several rounds over all ``sizes``, behind ``context`` positions."""
     table = SlotTable(target.pool)
-    builder = RowsBuilder()
-    builder.add_span(table.extend(context), 0, [0] * context)
-    target.forward(builder.build(target.device))
+    for begin in range(0, context, _CONTEXT):
+        count = min(_CONTEXT, context - begin)
+        builder = RowsBuilder()
+        table.extend(count)
+        builder.add_span(table.slots, begin, [0] * count)
+        target.forward(builder.build(target.device))
     seconds: list[list[float]] = [[] for _ in sizes]
     start = clock()
     for number in range(_ROUNDS + 1):
@@ -45,7 +59,7 @@ def measure_target(target: TargetRunner, most: int, *, clock: Clock = time.perf_
             if number:  # the first round is for kernels that are still to be compiled
                 taken.append(clock() - began)
     table.free()
-    return CostCurve(sizes, [min(taken) for taken in seconds], tiles=tiles)
+    return [min(taken) for taken in seconds]
 
 
 def _run_tree(target: TargetRunner, table: SlotTable, size: int) -> None:
