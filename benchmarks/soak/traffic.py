@@ -62,7 +62,8 @@ def traffic(seed: int, count: int, encode: Encode, sizes: Sizes, bos: int | None
     """``count`` requests, the same for the same arguments.
 
     Half begin with one of three system prompts, a quarter repeat a recent request, one in nine goes on with one. Half
-    are greedy, a quarter can wait. A tenth of the clients leave at a random moment, one in thirty has a deadline that may pass.
+    are greedy, a quarter can wait. A tenth of the clients leave at a random moment, one in thirty has a deadline that
+    may pass.
     """
     draw = random.Random(seed)
     begin = [] if bos is None else [bos]
