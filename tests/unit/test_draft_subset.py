@@ -110,13 +110,13 @@ def test_the_best_of_a_subset_and_their_confidence_within_it() -> None:
 
 def _level_one_logits(runner: DraftRunner) -> Tensor:
     seen: list[Tensor] = []
-    inner = runner._model.logits
+    inner = runner.model.logits
 
     def spy(features: Tensor) -> Tensor:
         seen.append(inner(features))
         return seen[-1]
 
-    runner._model.logits = spy  # type: ignore[method-assign]
+    runner.model.logits = spy  # type: ignore[method-assign]
     tree_of(runner, depth=1)
     return seen[0][0]
 
@@ -165,7 +165,7 @@ def runner_of(settings: Settings) -> DraftRunner:
 
 
 def scored(settings: Settings) -> list[int] | None:
-    ids = runner_of(settings)._model.token_ids
+    ids = runner_of(settings).model.token_ids
     return None if ids is None else ids.tolist()
 
 

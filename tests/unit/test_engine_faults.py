@@ -214,11 +214,11 @@ def test_features_beyond_what_the_head_was_trained_for(expected: list[list[int]]
     """Past its longest position a request decodes plainly; others keep drafting."""
     handler = draft_head()
     kit = EngineKit(handler)
-    object.__setattr__(handler._model.config, "max_position_embeddings", 30)
+    object.__setattr__(handler.model.config, "max_position_embeddings", 30)
     try:
         assert ids_of(kit) == expected
     finally:
-        object.__setattr__(handler._model.config, "max_position_embeddings", 512)
+        object.__setattr__(handler.model.config, "max_position_embeddings", 512)
 
 
 @pytest.mark.parametrize("slots", [70, 90, 140])

@@ -15,7 +15,7 @@ from eagle2.errors import LinkDownError
 from eagle2.transport.messages import DraftEntry, DraftReply, DraftStatus, DraftStep, DraftTree
 from eagle2.transport.node import NodeLink, ProposerBusyError
 from eagle2.transport.server import NodeServer
-from eagle2.transport.wire import FrameKind, encode_step, encode_text
+from eagle2.transport.wire import VERSION, FrameKind, encode_step, encode_text
 from fakes.drafts import OracleHandler
 from fakes.pairs import WELCOME, Pair, answered, ended, raw_peer, step_of, until
 from fakes.processes import FINGERPRINT, PROPOSER_INCARNATION, running
@@ -101,9 +101,9 @@ def test_a_proposer_that_reads_no_more_is_given_up(pair: Pair) -> None:
     [
         (b"garbage of more than sixteen bytes", "opens with b'garb'"),
         (b"".join(encode_step(step_of(1))), "kind STEP instead of a reply"),
-        (struct.pack("<4sHHQ", b"EAG2", 1, 6, 3) + b"abc", "a reply of 3 bytes"),
-        (struct.pack("<4sHHQ", b"EAG2", 1, 6, 100) + b"abc", "did not send the rest"),
-        (struct.pack("<4sHHQ", b"EAG2", 1, 6, 2**60), "more than the"),
+        (struct.pack("<4sHHQ", b"EAG2", VERSION, 6, 3) + b"abc", "a reply of 3 bytes"),
+        (struct.pack("<4sHHQ", b"EAG2", VERSION, 6, 100) + b"abc", "did not send the rest"),
+        (struct.pack("<4sHHQ", b"EAG2", VERSION, 6, 2**60), "more than the"),
     ],
     ids=["garbage", "kind", "body", "truncated", "length"],
 )
@@ -119,12 +119,11 @@ def test_a_proposer_that_talks_nonsense_is_given_up(pair: Pair, data: bytes, sen
     "data",
     [
         b"GET / HTTP/1.1\r\nHost: here\r\n\r\n",
-        struct.pack("<4sHHQ", b"EAG2", 7, 1, 0),
-        struct.pack("<4sHHQ", b"EAG2", 1, 5, 2**40),
-        struct.pack("<4sHHQ", b"EAG2", 1, 5, 48) + b"\xff" * 48,
+        struct.pack("<4sHHQ", b"EAG2", VERSION, 5, 2**40),
+        struct.pack("<4sHHQ", b"EAG2", VERSION, 5, 48) + b"\xff" * 48,
         b"".join(encode_text(FrameKind.BUSY, 1, "")),
     ],
-    ids=["http", "version", "length", "counts", "kind"],
+    ids=["http", "length", "counts", "kind"],
 )
 def test_a_verifier_that_talks_nonsense_is_sent_away(pair: Pair, data: bytes, greeted: bool) -> None:
     server = pair.serve()
@@ -134,6 +133,18 @@ def test_a_verifier_that_talks_nonsense_is_sent_away(pair: Pair, data: bytes, gr
         assert peer.recv(len(WELCOME), socket.MSG_WAITALL) == WELCOME
     assert ended(peer)
     assert server.counts()["bad_frames"] == 1
+    assert answered(pair.connect(), 1)
+
+
+def test_a_verifier_of_another_version_learns_which_one_is_spoken(pair: Pair) -> None:
+    """The answer is a frame of this version, which the other one names when it refuses it."""
+    server = pair.serve()
+    peer = raw_peer(server.path, struct.pack("<4sHHQ", b"EAG2", VERSION + 5, 1, 3) + b"abc")
+    magic, version, _, _ = struct.unpack("<4sHHQ", peer.recv(16, socket.MSG_WAITALL))
+    assert (magic, version) == (b"EAG2", VERSION)
+    until(lambda: server.counts()["bad_frames"] == 1)
+    assert server.leased_to is None
+    peer.close()
     assert answered(pair.connect(), 1)
 
 

@@ -10,11 +10,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle2.transport.messages import DraftEntry, DraftReply, DraftStatus, DraftStep, DraftTree
+from eagle2.transport.messages import (
+    TENANT_BYTES,
+    DraftEntry,
+    DraftReply,
+    DraftStatus,
+    DraftStep,
+    DraftTree,
+    Opening,
+)
 from eagle2.transport.wire import (
     MAX_BODY_BYTES,
     FrameError,
     FrameKind,
+    VersionError,
     decode_header,
     decode_reply,
     decode_step,
@@ -26,46 +35,54 @@ from eagle2.transport.wire import (
 from fakes.frames import DTYPES, body_of, entry_of, same_bits, step_of
 
 
+INT64 = st.integers(-(2**63), 2**63 - 1)
+
+
+@st.composite
+def openings(draw: st.DrawFn) -> Opening:
+    tokens = torch.tensor(draw(st.lists(INT64, min_size=1, max_size=5)), dtype=torch.int64)
+    return Opening(draw(st.binary(min_size=TENANT_BYTES, max_size=TENANT_BYTES)), tokens)
+
+
 @st.composite
 def steps(draw: st.DrawFn) -> DraftStep:
     dtype = draw(st.sampled_from(DTYPES))
     hidden = draw(st.integers(0, 9))
-    int64 = st.integers(-(2**63), 2**63 - 1)
     seed = draw(st.integers(0, 2**31))
     generator = torch.Generator().manual_seed(seed)
     entries = []
     for _ in range(draw(st.integers(0, 5))):
         rows = draw(st.integers(0, 4))
         features = torch.randn(rows, hidden, generator=generator).to(dtype)
-        tokens = torch.tensor(draw(st.lists(int64, min_size=rows, max_size=rows)), dtype=torch.int64)
-        entries.append(DraftEntry(draw(int64), draw(int64), draw(int64), features, tokens, draw(st.booleans())))
+        tokens = torch.tensor(draw(st.lists(INT64, min_size=rows, max_size=rows)), dtype=torch.int64)
+        numbers = draw(INT64), draw(INT64), draw(INT64)
+        entries.append(DraftEntry(*numbers, features, tokens, draw(st.booleans()), draw(st.none() | openings())))
     uint32 = st.integers(0, 2**32 - 1)
     uint64 = st.integers(0, 2**64 - 1)
-    closed = tuple(draw(st.lists(int64, max_size=4)))
+    closed = tuple(draw(st.lists(INT64, max_size=4)))
     return DraftStep(draw(uint64), draw(uint64), draw(uint32), draw(uint32), draw(uint32), tuple(entries), closed)
 
 
 @st.composite
 def replies(draw: st.DrawFn) -> DraftReply:
-    int64 = st.integers(-(2**63), 2**63 - 1)
     trees = []
     for _ in range(draw(st.integers(0, 5))):
-        tokens = draw(st.lists(int64, max_size=5))
-        parents = draw(st.lists(int64, min_size=len(tokens), max_size=len(tokens)))
+        tokens = draw(st.lists(INT64, max_size=5))
+        parents = draw(st.lists(INT64, min_size=len(tokens), max_size=len(tokens)))
         scores = draw(st.lists(st.floats(width=32), min_size=len(tokens), max_size=len(tokens)))
         trees.append(
             DraftTree(
-                draw(int64),
-                draw(int64),
+                draw(INT64),
+                draw(INT64),
                 draw(st.sampled_from(DraftStatus)),
-                draw(int64),
+                draw(INT64),
                 torch.tensor(tokens, dtype=torch.int64),
                 torch.tensor(parents, dtype=torch.int64),
                 torch.tensor(scores, dtype=torch.float32),
             )
         )
     uint64 = st.integers(0, 2**64 - 1)
-    return DraftReply(draw(uint64), draw(uint64), tuple(trees), draw(int64), draw(int64), draw(int64), draw(int64))
+    return DraftReply(draw(uint64), draw(uint64), tuple(trees), *(draw(INT64) for _ in range(5)))
 
 
 @given(steps())
@@ -78,12 +95,16 @@ def test_step_round_trip(step: DraftStep) -> None:
         assert (one.sequence, one.cycle, one.base, one.draft) == (other.sequence, other.cycle, other.base, other.draft)
         assert same_bits(one.features, other.features)
         assert same_bits(one.tokens, other.tokens)
+        assert (one.opening is None) == (other.opening is None)
+        if one.opening is not None and other.opening is not None:
+            assert one.opening.tenant == other.opening.tenant
+            assert same_bits(one.opening.tokens, other.opening.tokens)
 
 
 @given(replies())
 def test_reply_round_trip(reply: DraftReply) -> None:
     found = decode_reply(body_of(encode_reply(reply), FrameKind.REPLY))
-    names = ("incarnation", "step", "received", "finished", "slots_used", "slots_total")
+    names = ("incarnation", "step", "received", "finished", "slots_used", "slots_total", "slots_cached")
     assert [getattr(found, name) for name in names] == [getattr(reply, name) for name in names]
     assert len(found.trees) == len(reply.trees)
     for one, other in zip(found.trees, reply.trees, strict=True):
@@ -108,6 +129,10 @@ def test_non_contiguous_tokens_and_trees() -> None:
     assert found.scores.tolist() == [0.0, 2.0, 4.0, 6.0]
 
 
+def opened(opening: Opening) -> DraftEntry:
+    return DraftEntry(7, 1, 0, torch.ones(2, 4), torch.arange(2), opening=opening)
+
+
 @pytest.mark.parametrize(
     ("entry", "sentence"),
     [
@@ -117,6 +142,10 @@ def test_non_contiguous_tokens_and_trees() -> None:
         (DraftEntry(7, 1, 0, torch.ones(2, 4), torch.arange(2).int()), r"sequence 7: tokens .* torch\.int32"),
         (DraftEntry(7, 1, 0, torch.ones(2, 4), torch.ones(2, 1).long()), r"sequence 7: tokens of shape \(2, 1\)"),
         (DraftEntry(2**63, 1, 0, torch.ones(2, 4), torch.arange(2)), "9223372036854775808.* does not fit"),
+        (opened(Opening(b"t" * 15, torch.arange(1))), "tenant with 15 bytes instead of 16"),
+        (opened(Opening(b"t" * 16, torch.arange(0))), r"tokens of an opening are of shape \(0,\)"),
+        (opened(Opening(b"t" * 16, torch.arange(2).int())), r"tokens of an opening are .* torch\.int32"),
+        (opened(Opening(b"t" * 16, torch.ones(2, 1).long())), r"tokens of an opening are of shape \(2, 1\)"),
     ],
 )
 def test_steps_that_cannot_be_sent(entry: DraftEntry, sentence: str) -> None:
@@ -145,7 +174,7 @@ def test_trees_that_cannot_be_sent() -> None:
             encode_reply(DraftReply(1, 1, (tree,), 0, 0, 0, 0))
 
 
-def header(magic: bytes = b"EAG2", version: int = 1, kind: int = 5, length: int = 0) -> bytes:
+def header(magic: bytes = b"EAG2", version: int = 2, kind: int = 5, length: int = 0) -> bytes:
     return struct.pack("<4sHHQ", magic, version, kind, length)
 
 
@@ -153,7 +182,7 @@ def header(magic: bytes = b"EAG2", version: int = 1, kind: int = 5, length: int 
     ("data", "sentence"),
     [
         (header(magic=b"HTTP"), "opens with b'HTTP'"),
-        (header(version=2), "speaks version 2 .* speaks version 1"),
+        (header(version=1), "speaks version 1 .* speaks version 2"),
         (header(kind=99), "kind 99"),
         (header(length=2**63), "announces 9223372036854775808 bytes"),
         (header(length=MAX_BODY_BYTES + 1), f"more than the {MAX_BODY_BYTES} allowed"),
@@ -164,6 +193,43 @@ def header(magic: bytes = b"EAG2", version: int = 1, kind: int = 5, length: int 
 def test_bad_headers(data: bytes, sentence: str) -> None:
     with pytest.raises(FrameError, match=sentence):
         decode_header(data)
+
+
+def test_another_version_is_told_from_nonsense() -> None:
+    with pytest.raises(VersionError):
+        decode_header(header(version=1))
+    with pytest.raises(FrameError) as error:
+        decode_header(header(magic=b"HTTP", version=1))
+    assert not isinstance(error.value, VersionError)
+
+
+def test_an_opening_costs_only_the_step_that_has_it() -> None:
+    plain, begun = (
+        len(body_of(encode_step(step_of(entry)), FrameKind.STEP))
+        for entry in (
+            DraftEntry(7, 1, 0, torch.ones(2, 4), torch.arange(2)),
+            opened(Opening.of("somebody", [3, 4, 5])),
+        )
+    )
+    assert begun - plain == TENANT_BYTES + 8 + 3 * 8
+
+
+def test_claims_of_an_opening_are_checked() -> None:
+    whole = body_of(encode_step(step_of(opened(Opening.of("somebody", [3])))), FrameKind.STEP)
+    at = 48 + 32 + TENANT_BYTES
+    assert struct.unpack_from("<I", whole, at) == (1,)
+    for tokens, sentence in ((0, "of no token"), (2, "announces"), (2**32 - 1, r"openings of 4294967295 tokens")):
+        broken = bytearray(whole)
+        struct.pack_into("<I", broken, at, tokens)
+        with pytest.raises(FrameError, match=sentence):
+            decode_step(broken)
+
+
+def test_tenants_are_told_apart() -> None:
+    names = ["org_1", "org_12", "", "anonymous", "org_1\0", "é"]
+    digests = {Opening.of(name, [1]).tenant for name in names}
+    assert len(digests) == len(names)
+    assert {len(digest) for digest in digests} == {TENANT_BYTES}
 
 
 def test_claims_of_a_body_are_checked_against_its_length() -> None:
@@ -183,7 +249,7 @@ def test_an_unknown_status_is_refused() -> None:
     none = torch.empty(0, dtype=torch.int64)
     tree = DraftTree(5, 1, DraftStatus.FULL, 1, none, none, torch.empty(0))
     reply = body_of(encode_reply(DraftReply(1, 1, (tree,), 0, 0, 0, 0)), FrameKind.REPLY)
-    struct.pack_into("<I", reply, 56 + 24, 77)
+    struct.pack_into("<I", reply, 64 + 24, 77)
     with pytest.raises(FrameError, match="status 77"):
         decode_reply(reply)
 

@@ -14,8 +14,9 @@ import torch
 from eagle2.config import EMBEDDED, ModelSettings, Settings
 from eagle2.engine.budget import AdaptiveBudget
 from eagle2.engine.costs import CostCurve, DraftCosts, sizes_up_to
-from eagle2.engine.draft import DraftRunner, beam_slots
+from eagle2.engine.draft import DraftRunner
 from eagle2.engine.engine import Engine, EngineLimits
+from eagle2.engine.head import beam_slots
 from eagle2.engine.measuring import measure_target
 from eagle2.engine.pair import Connect, Pair
 from eagle2.engine.target import TargetRunner
@@ -118,7 +119,13 @@ def load_draft_runner(settings: Settings, checkpoint: Checkpoint, incarnation: i
         logger.info("The draft head scores all %d tokens.", checkpoint.vocab_size)
     shape = tree_shape(settings)
     slots = num_slots(settings, checkpoint) + settings.engine.max_sequences * beam_slots(shape)
-    runner = DraftRunner(model, slots, incarnation=incarnation, vocab_size=checkpoint.vocab_size)
+    runner = DraftRunner(
+        model,
+        slots,
+        incarnation=incarnation,
+        vocab_size=checkpoint.vocab_size,
+        prefix_cache=settings.engine.prefix_cache,
+    )
     runner.warm_up()
     return runner
 

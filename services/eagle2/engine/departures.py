@@ -63,4 +63,4 @@ class Departures:
         """The scheduler has put a sequence back into the queue: the proposer frees it too."""
         self._stats.add(metrics.NUM_PREEMPTIONS)
         self._pair.forget(victim.id)
-        victim.held = 0
+        victim.held, victim.is_opened = 0, False

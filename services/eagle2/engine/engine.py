@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from eagle2.engine.allocation import Allocation
+from eagle2.engine.briefing import Briefing
 from eagle2.engine.budget import AdaptiveBudget
 from eagle2.engine.choice import AdaptiveTrees, FixedTrees
 from eagle2.engine.departures import Departures
@@ -72,13 +73,20 @@ class Engine:
         self._reuse = PrefixReuse(target.pool, stats, enabled=limits.prefix_cache)
         self.scheduler = Scheduler(target.pool, limits.max_sequences, self._reuse)
         self.departures = Departures(self.scheduler, pair, self._reuse, stats)
-        self._drafting = Drafting(
+        briefing = Briefing(
             target,
             pair,
+            stats,
+            max_depth=shape.depth,
+            max_model_len=limits.max_model_len,
+            prefix_cache=limits.prefix_cache,
+        )
+        self._drafting = Drafting(
+            pair,
+            briefing,
             self._trees,
             stats,
-            depth=shape.depth,
-            max_model_len=limits.max_model_len,
+            vocab_size=target.model.config.vocab_size,
             prefill_chunk=limits.prefill_chunk,
             clock=clock,
         )

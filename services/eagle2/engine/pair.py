@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from eagle2.errors import LinkDownError
 from eagle2.speculative.draft import TreeShape
@@ -19,12 +20,27 @@ logger = logging.getLogger(__name__)
 Connect = Callable[[], ProposerLink | None]
 """Finds and leases a proposer, None when there is none now. May block for a bounded time."""
 
+Trees = Mapping[tuple[int, int], DraftTree]
+"""By (sequence, cycle)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A step that was sent and whose reply is still to be collected."""
+
+    step: int
+    asked: frozenset[tuple[int, int]]  # (sequence, cycle)
+    since: float  # time.monotonic()
+
 
 class Pair:
     """Asks the proposer for trees and survives its absence.
 
     Used by the engine thread; a helper thread does the connecting. ``pairing`` grows with each new link: rows that a
     sequence had sent to an earlier one count for nothing.
+
+    ``draft`` asks and waits. ``ask`` and ``collect`` do so one after the other, with other work in between; meanwhile
+    there is no second question.
 
     timeout_s: how long a step waits for its trees. hang_s: a proposer that owes an answer for longer is given up.
     """
@@ -44,7 +60,8 @@ class Pair:
         self._link: ProposerLink | None = None
         self._found: ProposerLink | None = None
         self._step = 0
-        self._owed: tuple[int, float] | None = None  # step without its reply, and since when
+        self._open: Question | None = None
+        self._owed: Question | None = None  # it was waited for in vain
         self._closed: list[int] = []
         self._down_since: float | None = time.monotonic() if connect else None
         self._wanted, self._stopped = threading.Event(), threading.Event()
@@ -63,7 +80,7 @@ class Pair:
         if self._link is None and self._found is not None:
             self._link, self._found = self._found, None
             self.pairing += 1
-            self._owed = None
+            self._open = self._owed = None
             self._closed.clear()  # a proposer forgets all sequences when its lease changes
             self._count_down_time()
             self._down_since = None
@@ -79,36 +96,55 @@ class Pair:
         self._closed.append(sequence)
 
     def flush(self) -> None:
-        """Send what ``forget`` has gathered when no step is going to carry it."""
-        if self._closed and self.poll():
+        """Send what ``forget`` has gathered when no step is going to carry it; not while a question is open."""
+        if self._closed and self._open is None and self.poll():
             self.draft([], TreeShape(1, 1, 1))
 
-    def draft(self, entries: Sequence[DraftEntry], shape: TreeShape) -> dict[tuple[int, int], DraftTree]:
+    def draft(self, entries: Sequence[DraftEntry], shape: TreeShape) -> Trees:
         """Trees by (sequence, cycle); an entry without one is decoded plainly. Never raises for a proposer's faults."""
+        return self.collect(self.ask(entries, shape))
+
+    def ask(self, entries: Sequence[DraftEntry], shape: TreeShape) -> Question | None:
+        """Send a step without waiting for its trees; None when there is nobody to ask now."""
+        assert self._open is None, "one question at a time"
         if self._link is None or not self._is_free():
-            return {}
+            return None
         self._step += 1
         closed, self._closed = tuple(self._closed), []
         step = DraftStep(
             self._incarnation, self._step, shape.depth, shape.top_k, shape.num_nodes - 1, tuple(entries), closed
         )
-        asked = {(entry.sequence, entry.cycle) for entry in entries}
         began = time.monotonic()
         try:
             self._link.send(step)
-            reply = self._await(self._step, began + self._timeout_s)
+        except LinkDownError as error:
+            self._drop(str(error))
+            return None
+        self._stats.add(metrics.DRAFT_SECONDS, time.monotonic() - began)
+        asked = frozenset((entry.sequence, entry.cycle) for entry in entries)
+        self._open = Question(self._step, asked, began)
+        return self._open
+
+    def collect(self, question: Question | None) -> Trees:
+        """The trees that were asked for, as ``draft`` gives them; none when their proposer has been lost since."""
+        if question is None or question is not self._open:
+            return {}
+        self._open = None
+        began = time.monotonic()
+        try:
+            reply = self._await(question.step, began + self._timeout_s)
         except LinkDownError as error:
             self._drop(str(error))
             return {}
         self._stats.add(metrics.DRAFT_SECONDS, time.monotonic() - began)
         if reply is None:
-            self._owed = (self._step, began)
+            self._owed = question
             self._stats.add(metrics.DRAFT_TIMEOUTS)
             return {}
         trees: dict[tuple[int, int], DraftTree] = {}
         for tree in reply.trees:
             key = (tree.sequence, tree.cycle)
-            if key in asked and key not in trees:
+            if key in question.asked and key not in trees:
                 trees[key] = tree
             else:
                 self._stats.add(metrics.STALE_REPLIES)
@@ -120,15 +156,14 @@ class Pair:
         for link in (self._link, self._found):
             if link is not None:
                 link.close()
-        self._link = self._found = None
+        self._link = self._found = self._open = None
 
     def _is_free(self) -> bool:
         """False while the answer to an earlier step is still owed; too long, and the proposer is given up."""
         if self._owed is None:
             return True
-        step, since = self._owed
         try:
-            late = self._await(step, 0.0)
+            late = self._await(self._owed.step, 0.0)
         except LinkDownError as error:
             self._drop(str(error))
             return False
@@ -136,7 +171,7 @@ class Pair:
             self._stats.add(metrics.STALE_REPLIES)
             self._owed = None
             return True
-        if time.monotonic() - since > self._hang_s:
+        if time.monotonic() - self._owed.since > self._hang_s:
             self._drop(f"it has owed an answer for more than {self._hang_s:g} s")
         return False
 
@@ -149,6 +184,7 @@ class Pair:
                 return None
             if reply.step == step and reply.incarnation == self._link.incarnation:
                 self._stats.set(metrics.KV_SLOTS_USED, reply.slots_used, side="draft")
+                self._stats.set(metrics.KV_SLOTS_CACHED, reply.slots_cached, side="draft")
                 self._stats.set(metrics.KV_SLOTS_CAPACITY, reply.slots_total, side="draft")
                 return reply
             self._stats.add(metrics.STALE_REPLIES)
@@ -157,10 +193,11 @@ class Pair:
         assert self._link is not None
         logger.warning("Lost the proposer (%s); decoding plainly until another one is found.", why)
         self._link.close()
-        self._link, self._owed = None, None
+        self._link = self._open = self._owed = None
         self._down_since = time.monotonic()
         self._stats.set(metrics.PROPOSER_UP, 0)
         self._stats.set(metrics.KV_SLOTS_USED, 0, side="draft")
+        self._stats.set(metrics.KV_SLOTS_CACHED, 0, side="draft")
         self._wanted.set()
 
     def _count_down_time(self) -> None:

@@ -19,8 +19,8 @@ _WORTH_WAITING = 16
 class PrefixReuse:
     """The prefix index as scheduler and engine use it; without ``enabled`` nothing is kept and nothing found.
 
-    A slot keeps its feature along with its keys and values, so a prefix that is found serves both sides of a pair: the
-    proposer is sent the features of it, as it is those of a prompt that was just read.
+    A slot keeps its feature along with its keys and values, so a prefix that is found serves both sides of a pair: what
+    the proposer has not kept of it by itself is sent there, as it is of a prompt that was just read.
     """
 
     def __init__(self, pool: SlotPool, stats: Recorder, *, enabled: bool = True) -> None:
@@ -51,6 +51,7 @@ class PrefixReuse:
         if len(slots) <= start:
             return
         sequence.table.adopt(slots)
+        sequence.may_be_held = True
         self._stats.add(metrics.PREFIX_CACHE_HITS, len(slots) - start)
         # Of a sequence that was preempted, what it had read itself is no hit of its prompt.
         cached = max(0, min(len(slots), sequence.num_prompt) - max(start, sequence.num_read))

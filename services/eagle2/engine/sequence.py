@@ -35,7 +35,9 @@ class Sequence:
     """``tokens`` are prompt and output. The table holds those whose KV is cached; while decoding that is all but
     the last one, the root.
 
-    ``held`` counts head rows that the proposer has confirmed, valid while ``pairing`` is the pair's current one.
+    ``held`` counts head rows that the proposer has confirmed, and ``is_opened`` says that it knows the sequence; both
+    are valid while ``pairing`` is the pair's current one. ``may_be_held`` is set when a known prefix was taken over
+    since the proposer was last asked: it may hold more rows than it has confirmed.
     ``num_cached`` counts prompt tokens that were found in the prefix cache, ``num_read`` the tokens whose KV has been
     there before (a preemption takes it away again), ``looked_up`` is the version of the index that was searched, -1
     before the first search. ``promoted`` is set on a batch sequence that is to be passed over no longer.
@@ -53,6 +55,8 @@ class Sequence:
     counts: TokenCounts | None = None
     speculate: bool = True
     held: int = 0
+    is_opened: bool = False
+    may_be_held: bool = False
     pairing: int = -1
     cycle: int = 0
     cancelled: bool = False

@@ -102,6 +102,10 @@ DRAFT_TIMEOUTS = Metric("draft_timeouts_total", "counter", "Steps that waited fo
 NON_FINITE_DRAFTS = Metric("non_finite_drafts_total", "counter", "Trees missing because of a NaN or infinity.")
 FALLBACK_SECONDS = Metric("fallback_seconds_total", "counter", "Time decoded plainly for want of a proposer.")
 DRAFT_SECONDS = Metric("draft_seconds_total", "counter", "Time that steps waited for their trees.")
+DRAFT_ROWS_SENT = Metric("draft_rows_sent_total", "counter", "Head rows whose features the proposer was sent.")
+DRAFT_ROWS_FOUND = Metric(
+    "draft_rows_found_total", "counter", "Head rows that the proposer had kept of earlier texts that began alike."
+)
 VERIFY_SECONDS = Metric("verify_seconds_total", "counter", "Time in the target's forward pass.")
 TREE_BUDGET_DEPTH = Metric(
     "tree_budget_depth", "gauge", "Depth of the trees that the budget chose last; 0 while plain decoding pays more."
@@ -157,6 +161,8 @@ VERIFIER_METRICS = (
     NON_FINITE_DRAFTS,
     FALLBACK_SECONDS,
     DRAFT_SECONDS,
+    DRAFT_ROWS_SENT,
+    DRAFT_ROWS_FOUND,
     VERIFY_SECONDS,
     TREE_BUDGET_DEPTH,
     TREE_BUDGET_TOP_K,

@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
+
+TENANT_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """How a sequence begins: with it a proposer finds rows that it holds of earlier sequences, and keeps new ones.
+
+    tenant: ``TENANT_BYTES`` bytes that stand for whose text it is; nothing is shared between two of them.
+    tokens: (P,) int64, the tokens at positions 0..P-1, at least one.
+    """
+
+    tenant: bytes
+    tokens: torch.Tensor
+
+    @classmethod
+    def of(cls, tenant: str, tokens: Sequence[int]) -> Opening:
+        digest = hashlib.blake2b(tenant.encode(), digest_size=TENANT_BYTES).digest()
+        return cls(digest, torch.tensor(tokens, dtype=torch.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +39,9 @@ class DraftEntry:
     features: (R, H) the target's true features at positions base..base+R-1, in the target's dtype.
     tokens:   (R,) int64, the tokens at positions base+1..base+R; the last one is the root when ``draft`` is set.
     draft:    False only brings the head's cache up to date (a long span is sent in chunks).
+    opening:  told until the proposer has answered it once; its tokens reach up to ``base`` when rows follow. Without
+              it a sequence is drafted for all the same, but shares nothing. Without rows and without ``draft`` it asks
+              how many rows are held, those of this step's other entries among them, and drops none.
     """
 
     sequence: int
@@ -26,6 +50,12 @@ class DraftEntry:
     features: torch.Tensor
     tokens: torch.Tensor
     draft: bool = True
+    opening: Opening | None = None
+
+    @property
+    def only_asks(self) -> bool:
+        """Nothing follows but the opening."""
+        return self.opening is not None and not self.draft and not len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +80,7 @@ class DraftStatus(IntEnum):
     """Why an entry has a tree or none."""
 
     OK = 0
-    SYNCED = 1  # rows taken, no tree was asked for
+    SYNCED = 1  # rows taken, if there were any; no tree was asked for
     MISSING = 2  # fewer rows held than ``base``; ``held`` says how many
     FULL = 3  # no slots free for this sequence
     NON_FINITE = 4  # a feature or an output was NaN or infinite; this sequence's rows were dropped
@@ -80,7 +110,8 @@ class DraftTree:
 class DraftReply:
     """One message back. ``incarnation`` is the proposer's; ``step`` repeats the question's.
 
-    ``received`` and ``finished`` are ``time.time_ns()`` on the proposer; slots are head-KV slots.
+    ``received`` and ``finished`` are ``time.time_ns()`` on the proposer; slots are head-KV slots: those that sequences
+    hold, all there are, and those kept for texts that may come again, which count as free.
     """
 
     incarnation: int
@@ -90,3 +121,4 @@ class DraftReply:
     finished: int
     slots_used: int
     slots_total: int
+    slots_cached: int = 0

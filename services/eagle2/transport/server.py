@@ -12,7 +12,16 @@ from pathlib import Path
 from eagle2.errors import ConfigError, LinkDownError
 from eagle2.transport.base import DraftHandler
 from eagle2.transport.stream import FrameStream, check_path
-from eagle2.transport.wire import Frame, FrameError, FrameKind, decode_step, decode_text, encode_reply, encode_text
+from eagle2.transport.wire import (
+    Frame,
+    FrameError,
+    FrameKind,
+    VersionError,
+    decode_step,
+    decode_text,
+    encode_reply,
+    encode_text,
+)
 
 _LOGGER = logging.getLogger(__name__)
 _JOIN_S = 5.0
@@ -111,7 +120,12 @@ class NodeServer:
 
     def _greet(self, stream: FrameStream) -> bool:
         """Answer a HELLO; True when it got the lease."""
-        kind, body = stream.read(idle=False)
+        try:
+            kind, body = stream.read(idle=False)
+        except VersionError:
+            # Any frame of ours tells the peer which version is spoken here.
+            stream.send(encode_text(FrameKind.MISMATCH, self.incarnation, self._fingerprint))
+            raise
         if kind is not FrameKind.HELLO:
             raise FrameError(f"a connection opened with a frame of the kind {kind.name} instead of a greeting")
         incarnation, fingerprint = decode_text(body)

@@ -1,23 +1,25 @@
 """The bytes of the pair protocol: a fixed header, fixed tables, raw tensor bytes. Nothing is pickled.
 
-Little-endian, version 1, everything at a multiple of its own word size:
+Little-endian, version 2, everything at a multiple of its own word size:
 
     frame   header | body
     header  magic 4s | version u16 | kind u16 | body length u64
     step    incarnation u64 | step u64 | depth u32 | top_k u32 | num_draft_tokens u32 | entries u32 | closed u32
             | hidden u32 | dtype name 8s
-            entries * (sequence i64 | cycle i64 | base i64 | rows u32 | draft u8 | pad)
+            entries * (sequence i64 | cycle i64 | base i64 | rows u32 | draft u8 | opening u8 | pad)
             closed * i64
-            tokens i64 of all entries | features of all entries
+            openings * (tenant 16s | tokens u32 | pad), one for each entry that says it has one, in their order
+            tokens i64 of all openings | tokens i64 of all entries | features of all entries
     reply   incarnation u64 | step u64 | received i64 | finished i64 | slots used i64 | slots total i64
-            | trees u32 | pad
+            | slots cached i64 | trees u32 | pad
             trees * (sequence i64 | cycle i64 | held i64 | status u32 | nodes u32)
             tokens i64 of all trees | parents i64 of all trees | scores f32 of all trees
     others  incarnation u64 | UTF-8 text                                             (the greeting, see ``node.py``)
 
 Features travel in the sender's dtype, named in the step, so that a receiver never guesses what the bytes mean; it
 converts by value with ``features.features_as``. All entries of a step share one dtype and one hidden size (a pair has
-one target), so a receiver makes a few tensors per message and not a few per sequence.
+one target), so a receiver makes a few tensors per message and not a few per sequence. An entry without an opening,
+which is every one but a sequence's first, pays nothing for it.
 """
 
 from __future__ import annotations
@@ -32,7 +34,15 @@ import numpy.typing as npt
 import torch
 
 from eagle2.errors import Eagle2Error
-from eagle2.transport.messages import DraftEntry, DraftReply, DraftStatus, DraftStep, DraftTree
+from eagle2.transport.messages import (
+    TENANT_BYTES,
+    DraftEntry,
+    DraftReply,
+    DraftStatus,
+    DraftStep,
+    DraftTree,
+    Opening,
+)
 
 assert sys.byteorder == "little", "the pair protocol sends tensor bytes as they lie in memory"
 
@@ -40,13 +50,14 @@ Frame: TypeAlias = list[bytes | memoryview]
 Body: TypeAlias = bytearray | memoryview
 
 MAGIC = b"EAG2"
-VERSION = 1
+VERSION = 2
 MAX_BODY_BYTES = 256 * 1024 * 1024
 
 _HEADER = struct.Struct("<4sHHQ")
 _STEP = struct.Struct("<QQIIIIII8s")
-_ENTRY = struct.Struct("<qqqIB3x")
-_REPLY = struct.Struct("<QQqqqqI4x")
+_ENTRY = struct.Struct("<qqqIBB2x")
+_OPENING = struct.Struct(f"<{TENANT_BYTES}sI4x")
+_REPLY = struct.Struct("<QQqqqqqI4x")
 _TREE = struct.Struct("<qqqII")
 _TEXT = struct.Struct("<Q")
 
@@ -60,6 +71,10 @@ _TREE_DTYPES = (torch.int64, torch.int64, torch.float32)
 
 class FrameError(Eagle2Error, ValueError):
     """Bytes that are no frame of this protocol version, or a message that no frame can hold."""
+
+
+class VersionError(FrameError):
+    """A frame of the pair protocol, but of another version."""
 
 
 class FrameKind(IntEnum):
@@ -88,15 +103,17 @@ def encode_step(step: DraftStep) -> Frame:
     features: Frame = []
     for entry in entries:
         rows = _check_entry(entry, dtype, hidden)
-        table += (entry.sequence, entry.cycle, entry.base, rows, entry.draft)
+        table += (entry.sequence, entry.cycle, entry.base, rows, entry.draft, entry.opening is not None)
         if rows and hidden:
             features.append(_memory(entry.features))
     counts = (step.depth, step.top_k, step.num_draft_tokens, len(entries), len(step.closed))
     fixed = _pack(_STEP.format, step.incarnation, step.step, *counts, hidden, _NAMES[dtype])
     tables = _pack("<" + _ENTRY.format[1:] * len(entries), *table)
     closed = _pack(f"<{len(step.closed)}q", *step.closed)
-    tokens = _joined([entry.tokens for entry in entries])
-    return _frame(FrameKind.STEP, b"".join((fixed, tables, closed, tokens)), features)
+    openings = [entry.opening for entry in entries if entry.opening is not None]
+    begun = b"".join([_pack(_OPENING.format, opening.tenant, _check_opening(opening)) for opening in openings])
+    tokens = _joined([*(opening.tokens for opening in openings), *(entry.tokens for entry in entries)])
+    return _frame(FrameKind.STEP, b"".join((fixed, tables, closed, begun, tokens)), features)
 
 
 def decode_step(body: Body) -> DraftStep:
@@ -110,8 +127,8 @@ def decode_step(body: Body) -> DraftStep:
         raise FrameError(f"a step of {size} bytes is shorter than its {_STEP.size} fixed bytes")
     incarnation, number, depth, top_k, drafted, num_entries, num_closed, hidden, name = _STEP.unpack_from(body)
     closed_at = _STEP.size + num_entries * _ENTRY.size
-    tokens_at = closed_at + 8 * num_closed
-    if tokens_at > size:
+    openings_at = closed_at + 8 * num_closed
+    if openings_at > size:
         raise FrameError(f"a step of {size} bytes cannot hold {num_entries} entries and {num_closed} closed sequences")
     if name not in _BY_NAME:
         raise FrameError(f"features of dtype {name!r} are none of {', '.join(_DTYPES)}")
@@ -120,6 +137,7 @@ def decode_step(body: Body) -> DraftStep:
     closed = struct.unpack_from(f"<{num_closed}q", body, closed_at)
     rows = [row[3] for row in table]
     total = sum(rows)
+    openings, tokens_at = _decode_openings(body, openings_at, [bool(row[5]) for row in table])
     features_at = tokens_at + 8 * total
     end = features_at + total * hidden * dtype.itemsize
     if end != size:
@@ -130,8 +148,8 @@ def decode_step(body: Body) -> DraftStep:
     tokens = _view(body, torch.int64, total, tokens_at).split_with_sizes(rows)
     features = _view(body, dtype, total * hidden, features_at).view(total, hidden).split_with_sizes(rows)
     entries = tuple(
-        DraftEntry(sequence, cycle, base, features[index], tokens[index], bool(draft))
-        for index, (sequence, cycle, base, _, draft) in enumerate(table)
+        DraftEntry(sequence, cycle, base, features[index], tokens[index], bool(draft), openings[index])
+        for index, (sequence, cycle, base, _, draft, _) in enumerate(table)
     )
     return DraftStep(incarnation, number, depth, top_k, drafted, entries, closed)
 
@@ -142,8 +160,8 @@ def encode_reply(reply: DraftReply) -> Frame:
     table: list[int] = []
     for tree in trees:
         table += (tree.sequence, tree.cycle, tree.held, tree.status, _check_tree(tree))
-    clock = (reply.received, reply.finished, reply.slots_used, reply.slots_total)
-    fixed = _pack(_REPLY.format, reply.incarnation, reply.step, *clock, len(trees))
+    clock, slots = (reply.received, reply.finished), (reply.slots_used, reply.slots_total, reply.slots_cached)
+    fixed = _pack(_REPLY.format, reply.incarnation, reply.step, *clock, *slots, len(trees))
     tables = _pack("<" + _TREE.format[1:] * len(trees), *table)
     tokens = _joined([tree.tokens for tree in trees])
     parents = _joined([tree.parents for tree in trees])
@@ -160,7 +178,7 @@ def decode_reply(body: Body) -> DraftReply:
     size = len(body)
     if size < _REPLY.size:
         raise FrameError(f"a reply of {size} bytes is shorter than its {_REPLY.size} fixed bytes")
-    incarnation, number, received, finished, used, total, num_trees = _REPLY.unpack_from(body)
+    incarnation, number, received, finished, used, total, cached, num_trees = _REPLY.unpack_from(body)
     tokens_at = _REPLY.size + num_trees * _TREE.size
     if tokens_at > size:
         raise FrameError(f"a reply of {size} bytes cannot hold {num_trees} trees")
@@ -180,7 +198,7 @@ def decode_reply(body: Body) -> DraftReply:
         if status is None:
             raise FrameError(f"a reply names the status {code}, which does not exist")
         trees.append(DraftTree(sequence, cycle, status, held, tokens[index], parents[index], scores[index]))
-    return DraftReply(incarnation, number, tuple(trees), received, finished, used, total)
+    return DraftReply(incarnation, number, tuple(trees), received, finished, used, total, cached)
 
 
 def encode_text(kind: FrameKind, incarnation: int, text: str) -> Frame:
@@ -201,7 +219,7 @@ def decode_text(body: Body) -> tuple[int, str]:
 def decode_header(header: Body | bytes) -> tuple[FrameKind, int]:
     """Kind and body length in bytes of the frame that ``header`` opens.
 
-    Raises ``FrameError`` for another protocol, another version, an unknown kind or a length over
+    Raises ``VersionError`` for another version, ``FrameError`` for another protocol, an unknown kind or a length over
     ``MAX_BODY_BYTES``, so that nobody allocates what a stray peer asks for.
     """
     if len(header) != HEADER_BYTES:
@@ -210,12 +228,44 @@ def decode_header(header: Body | bytes) -> tuple[FrameKind, int]:
     if magic != MAGIC:
         raise FrameError(f"the peer does not speak the pair protocol: its frame opens with {magic!r}, not {MAGIC!r}")
     if version != VERSION:
-        raise FrameError(f"the peer speaks version {version} of the pair protocol, this side speaks version {VERSION}")
+        raise VersionError(
+            f"the peer speaks version {version} of the pair protocol, this side speaks version {VERSION}"
+        )
     if kind not in _KINDS:
         raise FrameError(f"a frame is of the kind {kind}, which does not exist")
     if length > MAX_BODY_BYTES:
         raise FrameError(f"a frame announces {length} bytes, more than the {MAX_BODY_BYTES} allowed")
     return FrameKind(kind), length
+
+
+def _decode_openings(body: Body, at: int, expected: list[bool]) -> tuple[list[Opening | None], int]:
+    """Each entry's opening, where one is ``expected``, and the offset behind them all."""
+    if not any(expected):
+        return [None] * len(expected), at
+    tokens_at = at + sum(expected) * _OPENING.size
+    if tokens_at > len(body):
+        raise FrameError(f"a step of {len(body)} bytes cannot hold {sum(expected)} openings")
+    table = list(_OPENING.iter_unpack(memoryview(body)[at:tokens_at]))
+    lengths = [length for _, length in table]
+    if 0 in lengths:
+        raise FrameError("an opening is of no token")
+    end = tokens_at + 8 * sum(lengths)
+    if end > len(body):
+        raise FrameError(f"a step of {len(body)} bytes cannot hold openings of {sum(lengths)} tokens")
+    tokens = _view(body, torch.int64, sum(lengths), tokens_at).split_with_sizes(lengths)
+    found = iter([Opening(tenant, part) for (tenant, _), part in zip(table, tokens, strict=True)])
+    return [next(found) if is_there else None for is_there in expected], end
+
+
+def _check_opening(opening: Opening) -> int:
+    """The number of tokens of a well-formed opening."""
+    length = opening.tokens.numel()
+    if opening.tokens.shape != (length,) or opening.tokens.dtype != torch.int64 or not length:
+        shape = tuple(opening.tokens.shape)
+        raise FrameError(f"the tokens of an opening are of shape {shape} and {opening.tokens.dtype}")
+    if len(opening.tenant) != TENANT_BYTES:
+        raise FrameError(f"an opening names its tenant with {len(opening.tenant)} bytes instead of {TENANT_BYTES}")
+    return length
 
 
 def _shared_features(entries: tuple[DraftEntry, ...]) -> tuple[torch.dtype, int]:

@@ -1,0 +1,85 @@
+"""The draft head on its device: its forwards, the slots of its rows, and the beam of an expansion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eagle2.engine.batch import RowsBuilder
+from eagle2.kv_cache.slots import SlotPool, Slots
+from eagle2.models.draft import DraftModel
+from eagle2.models.rows import Rows
+from eagle2.speculative.draft import TreeShape
+
+
+class HeadRunner:
+    """The head and the KV of its rows.
+
+    ``vocab_size`` bounds the ids that may be drafted (a padded lm_head has more rows than the tokenizer has ids).
+    Trees are grown over the columns of the head's logits; ids take their place where a tree meets the head or leaves.
+    """
+
+    def __init__(self, model: DraftModel, num_slots: int, *, vocab_size: int | None = None) -> None:
+        self._vocab_size = vocab_size or model.config.vocab_size
+        assert model.token_ids is None or int(model.token_ids.max()) < self._vocab_size, "ids that cannot come out"
+        self.model = model
+        self.pool = SlotPool(num_slots)
+        self._kv = model.new_pool(num_slots)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def forward(self, rows: Rows, features: Tensor) -> Tensor:
+        """Predicted next features (T, H). features (T, H): the target's, or a parent row's output."""
+        return self.model.forward(rows, features, self._kv)
+
+    def logits(self, features: Tensor) -> Tensor:
+        """(T, H) -> (T, W) float32; columns beyond the vocabulary are -inf."""
+        logits = self.model.logits(features)
+        if self._vocab_size < logits.shape[1]:
+            logits[:, self._vocab_size :] = -torch.inf
+        return logits
+
+
+class Beam:
+    """The ``DraftNetwork`` of one expansion: beam rows live in slots that are given back at its end.
+
+    contexts: each sequence's slots of its head rows, in order of position.
+    """
+
+    def __init__(self, head: HeadRunner, contexts: Sequence[Slots]) -> None:
+        self._head = head
+        self._contexts = contexts
+        self._levels: list[Slots] = []  # (B, K) slots a level
+
+    def __enter__(self) -> Beam:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for slots in self._levels:
+            self._head.pool.release(slots.reshape(-1))
+
+    def step(self, tokens: Tensor, features: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor]:
+        batch, k = tokens.shape
+        own = self._head.pool.allocate(batch * k).reshape(batch, k)
+        self._levels.append(own)
+        rows = np.stack(self._levels, axis=1).reshape(batch, -1)  # (B, l*K + r)
+        earlier = np.take_along_axis(rows[:, None, :], ancestors.cpu().numpy(), axis=2)
+        paths = np.concatenate([earlier, own[:, :, None]], axis=2).astype(np.int32)
+        depths = np.full(k, paths.shape[2] - 1)
+        builder = RowsBuilder()
+        ids = self._head.model.ids_of(tokens).tolist()
+        for context, own_ids, path in zip(self._contexts, ids, paths, strict=True):
+            builder.add_nodes(context, own_ids, depths, path)
+        outputs = self._head.forward(builder.build(self._head.device), features.reshape(batch * k, -1))
+        logits = self._head.logits(outputs)
+        return outputs.view(batch, k, -1), logits.view(batch, k, -1)
+
+
+def beam_slots(shape: TreeShape) -> int:
+    """Head rows that one sequence's expansion needs for a moment: the beam of every level but the last."""
+    return 0 if shape.num_nodes == 1 else (shape.depth - 1) * shape.top_k
