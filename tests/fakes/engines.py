@@ -201,9 +201,15 @@ class EngineKit:
 
 
 def draft_head(
-    model: str = "A", dtype: torch.dtype = torch.float32, *, num_slots: int = 4096, vocab_size: int = 258
+    model: str = "A",
+    dtype: torch.dtype = torch.float32,
+    *,
+    num_slots: int = 4096,
+    vocab_size: int = 258,
+    prefix_cache: bool = True,
 ) -> DraftRunner:
-    return DraftRunner(cached_head(model, dtype), num_slots, incarnation=INCARNATION, vocab_size=vocab_size)
+    head = cached_head(model, dtype)
+    return DraftRunner(head, num_slots, incarnation=INCARNATION, vocab_size=vocab_size, prefix_cache=prefix_cache)
 
 
 def plain(asked: GenerationRequest) -> GenerationRequest:
