@@ -69,12 +69,15 @@ class EngineSettings:
     ``depth``, ``top_k`` and ``num_draft_tokens`` bound the tree of one sequence (paper section 4.1); the root is
     not counted. ``tree_budget`` says whether every step has that tree, or one that is chosen up to it by what it costs
     and yields. ``prefix_cache`` keeps what was read for later requests of the same tenant that begin alike.
-    ``draft_timeout_s`` is how long a step waits for trees before it decodes plainly.
+    A step takes up to ``prefill_chunk`` prompt tokens; while interactive requests decode, only so many that it should
+    end within ``max_token_gap_s``, None for no bound. ``draft_timeout_s`` is how long a step waits for trees before it
+    decodes plainly.
     """
 
     max_sequences: int = 8
     kv_slots: int | None = None
     prefill_chunk: int = 256
+    max_token_gap_s: float | None = 0.2
     prefix_cache: bool = True
     depth: int = 2
     top_k: int = 8
@@ -86,7 +89,7 @@ class EngineSettings:
     def __post_init__(self) -> None:
         _at_least(self, 1, "max_sequences", "prefill_chunk", "depth", "top_k", "num_draft_tokens", "threads")
         _at_least(self, 16, "kv_slots")
-        _at_least(self, 0.001, "draft_timeout_s")
+        _at_least(self, 0.001, "draft_timeout_s", "max_token_gap_s")
 
 
 @with_config(_STRICT)

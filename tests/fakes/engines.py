@@ -122,6 +122,9 @@ class EngineKit:
         prefill_chunk: int = 64,
         max_model_len: int = 512,
         prefix_cache: bool = True,
+        max_token_gap_s: float | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        wall_clock: Callable[[], float] = time.time,
         shape: TreeShape = _SHAPE,
         vocab_size: int = 258,
         wrap: Callable[[ProposerLink], ProposerLink] = lambda link: link,
@@ -147,9 +150,11 @@ class EngineKit:
             Tokenizer(byte_tokenizer_json()),
             self.pair,
             self.stats,
-            EngineLimits(max_model_len, max_sequences, prefill_chunk, prefix_cache=prefix_cache),
+            EngineLimits(max_model_len, max_sequences, prefill_chunk, prefix_cache, max_token_gap_s),
             shape,
             frozenset({EOS}),
+            clock=clock,
+            wall_clock=wall_clock,
         )
         if handler is not None:
             self.wait_for_pair()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 
 from eagle2.engine.departures import Departures
 from eagle2.engine.drafting import Decoding
+from eagle2.engine.pace import PromptPace
 from eagle2.engine.scheduler import Scheduler
 from eagle2.engine.sequence import Sequence
 from eagle2.kv_cache.slots import OutOfSlotsError, SlotPool
@@ -14,12 +16,12 @@ from eagle2.kv_cache.slots import OutOfSlotsError, SlotPool
 class Allocation:
     """Makes room where there is none: trees shrink, then the newest sequence is put back into the queue.
 
-    ``prefill_chunk``: prompt tokens that one step takes.
+    ``pace``: how many prompt tokens a step takes.
     """
 
-    def __init__(self, pool: SlotPool, scheduler: Scheduler, departures: Departures, prefill_chunk: int) -> None:
+    def __init__(self, pool: SlotPool, scheduler: Scheduler, departures: Departures, pace: PromptPace) -> None:
         self._pool, self._scheduler, self._departures = pool, scheduler, departures
-        self._prefill_chunk = prefill_chunk
+        self._pace = pace
 
     def trees(self, decoding: Iterable[Decoding]) -> list[Decoding]:
         """Those that got slots for all their nodes, oldest sequence first; short of slots, a tree is its root."""
@@ -43,10 +45,15 @@ class Allocation:
                     break
         return granted
 
-    def prompts(self) -> list[tuple[Sequence, int]]:
-        """(sequence, count): this step's prompt tokens, as many as there are slots for; the tables have them now."""
+    def prompts(self, decoding: SequenceOf[Decoding] = ()) -> list[tuple[Sequence, int]]:
+        """(sequence, count): this step's prompt tokens, as many as there are slots for; the tables have them now.
+
+        Few enough that no reader of ``decoding`` waits for long. Of batch requests there is none.
+        """
+        awaited = any(item.sequence.request.priority == "interactive" for item in decoding)
+        rows = sum(item.tree.num_nodes for item in decoding) if awaited else 0
         taken = []
-        for sequence, count in self._scheduler.plan_prefill(self._prefill_chunk):
+        for sequence, count in self._scheduler.plan_prefill(self._pace.allowance(rows)):
             count = min(count, self._pool.num_available)
             if count:
                 sequence.table.extend(count)

@@ -158,6 +158,7 @@ def build_engine(
         max_sequences=settings.engine.max_sequences,
         prefill_chunk=settings.engine.prefill_chunk,
         prefix_cache=settings.engine.prefix_cache,
+        max_token_gap_s=settings.engine.max_token_gap_s,
     )
     slots = num_slots(settings, checkpoint)
     if slots < limits.max_model_len:

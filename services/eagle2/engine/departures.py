@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from eagle2.engine.pair import Pair
 from eagle2.engine.reuse import PrefixReuse
 from eagle2.engine.scheduler import Scheduler
 from eagle2.engine.sequence import Sequence
+from eagle2.protocol import ErrorCode
 from eagle2.telemetry import metrics
 from eagle2.telemetry.recorder import Recorder
 
 
 class Departures:
-    """Whoever leaves gives up its slots on both sides. What is known of its tokens stays for later ones."""
+    """Whoever leaves gives up its slots on both sides. What is known of its tokens stays for later ones.
 
-    def __init__(self, scheduler: Scheduler, pair: Pair, reuse: PrefixReuse, stats: Recorder) -> None:
+    ``wall_clock``: Unix time in seconds, for deadlines.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        pair: Pair,
+        reuse: PrefixReuse,
+        stats: Recorder,
+        *,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
         self._scheduler, self._pair, self._reuse, self._stats = scheduler, pair, reuse, stats
+        self._wall_clock = wall_clock
 
     def retire(self, sequence: Sequence) -> None:
         """Free the slots of a sequence that has ended."""
@@ -30,8 +44,8 @@ class Departures:
         self._stats.add(metrics.REQUEST_SUCCESS, finished_reason=sequence.finish_reason)
         self.retire(sequence)
 
-    def fail(self, sequence: Sequence, sentence: str) -> None:
-        sequence.fail(sentence)
+    def fail(self, sequence: Sequence, sentence: str, code: ErrorCode = "generation_failed") -> None:
+        sequence.fail(sentence, code)
         self._stats.add(metrics.NUM_REQUESTS_FAILED)
         self.retire(sequence)
 
@@ -42,7 +56,7 @@ class Departures:
 
     def end_overdue(self) -> None:
         """Sequences whose reader has left or whose deadline has passed."""
-        now = time.time()
+        now = self._wall_clock()
         for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
             deadline = sequence.request.deadline
             if sequence.cancelled:
@@ -50,7 +64,8 @@ class Departures:
                 self._stats.add(metrics.NUM_REQUESTS_ABORTED)
                 self.retire(sequence)
             elif deadline is not None and now > deadline:
-                self.fail(sequence, f"The deadline passed after {sequence.num_output} tokens.")
+                sentence = f"The deadline passed after {sequence.num_output} tokens of the answer."
+                self.fail(sequence, sentence, "deadline_exceeded")
 
     def preempt(self) -> Sequence | None:
         """Put the newest sequence back into the queue. None when it is the only one."""

@@ -12,6 +12,7 @@ import torch
 
 from eagle2.engine.briefing import Briefing
 from eagle2.engine.choice import FixedTrees
+from eagle2.engine.pace import PromptPace
 from eagle2.engine.pair import Pair
 from eagle2.engine.sequence import Sequence
 from eagle2.engine.trees import tree_of_reply
@@ -34,7 +35,7 @@ class Decoding:
 class Drafting:
     """Brings the proposer up to date and gets trees. Whoever has none decodes plainly: a tree of its root alone.
 
-    ``prefill_chunk``: prompt tokens that one step takes.
+    ``pace``: how many prompt tokens a step takes.
     """
 
     def __init__(
@@ -45,17 +46,16 @@ class Drafting:
         stats: Recorder,
         *,
         vocab_size: int,
-        prefill_chunk: int,
+        pace: PromptPace,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._pair, self._briefing, self._trees, self._stats = pair, briefing, trees, stats
-        self._vocab_size, self._prefill_chunk, self._clock = vocab_size, prefill_chunk, clock
+        self._vocab_size, self._pace, self._clock = vocab_size, pace, clock
 
     def draft(self, running: SequenceOf[Sequence]) -> list[Decoding]:
         """The trees of all of ``running`` that decode."""
-        prompts = sum(max(sequence.num_to_prefill, 0) for sequence in running)
         if self._pair.is_up:
-            self._trees.begin(running, min(prompts, self._prefill_chunk))
+            self._trees.begin(running, self._prompt_rows(running))
         asked: list[tuple[Sequence, DraftEntry]] = []
         for sequence in running:
             is_asked = self._pair.is_up and sequence.speculate and self._trees.is_wanted(sequence)
@@ -70,6 +70,14 @@ class Drafting:
             if (reply := replies.get((entry.sequence, entry.cycle))) is not None:
                 self._briefing.answered(sequence, entry, reply)
         return self._decodings(running, replies)
+
+    def _prompt_rows(self, running: SequenceOf[Sequence]) -> int:
+        """About how many prompt tokens this step will take."""
+        reading = [sequence for sequence in running if sequence.num_to_prefill > 0]
+        if not reading:
+            return 0
+        allowance = self._pace.allowance(sum(sequence.decodes for sequence in running))
+        return allowance.fit(len(reading[0].table), sum(sequence.num_to_prefill for sequence in reading))
 
     def _decodings(self, running: SequenceOf[Sequence], replies: Mapping[tuple[int, int], DraftTree]) -> list[Decoding]:
         trees: list[Tree] = []

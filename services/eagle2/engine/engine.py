@@ -16,6 +16,7 @@ from eagle2.engine.budget import AdaptiveBudget
 from eagle2.engine.choice import AdaptiveTrees, FixedTrees
 from eagle2.engine.departures import Departures
 from eagle2.engine.drafting import Drafting
+from eagle2.engine.pace import PromptPace
 from eagle2.engine.pair import Pair
 from eagle2.engine.reuse import PrefixReuse
 from eagle2.engine.scheduler import Scheduler
@@ -37,13 +38,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """max_model_len: prompt and output together, in tokens. prefill_chunk: prompt tokens that one step takes.
-    prefix_cache: whether what was read is kept for later requests."""
+    """max_model_len: prompt and output together, in tokens. prefill_chunk: prompt tokens that one step takes at most.
+    prefix_cache: whether what was read is kept for later requests. max_token_gap_s: how long a step that reads prompts
+    should keep others from their next tokens at most; None for no bound."""
 
     max_model_len: int
     max_sequences: int
     prefill_chunk: int
     prefix_cache: bool = True
+    max_token_gap_s: float | None = None
 
 
 class Engine:
@@ -61,9 +64,11 @@ class Engine:
         *,
         budget: AdaptiveBudget | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        wall_clock: Callable[[], float] = time.time,
         on_thread_start: Callable[[], None] = lambda: None,
     ) -> None:
-        """``shape``: every tree's, and without a ``budget`` no other. ``clock``: seconds, for what a step costs."""
+        """``shape``: every tree's, and without a ``budget`` no other. ``clock``: seconds, for what a step costs.
+        ``wall_clock``: Unix time, for deadlines."""
         self._target, self._tokenizer, self._pair, self.stats = target, tokenizer, pair, stats
         self._limits, self._eos = limits, eos_token_ids
         self._trees = FixedTrees(shape)
@@ -72,7 +77,9 @@ class Engine:
         self._on_thread_start = on_thread_start
         self._reuse = PrefixReuse(target.pool, stats, enabled=limits.prefix_cache)
         self.scheduler = Scheduler(target.pool, limits.max_sequences, self._reuse)
-        self.departures = Departures(self.scheduler, pair, self._reuse, stats)
+        self.departures = Departures(self.scheduler, pair, self._reuse, stats, wall_clock=wall_clock)
+        self._clock = clock
+        self._pace = PromptPace(limits.prefill_chunk, limits.max_token_gap_s)
         briefing = Briefing(
             target,
             pair,
@@ -87,10 +94,10 @@ class Engine:
             self._trees,
             stats,
             vocab_size=target.model.config.vocab_size,
-            prefill_chunk=limits.prefill_chunk,
+            pace=self._pace,
             clock=clock,
         )
-        self._allocation = Allocation(target.pool, self.scheduler, self.departures, limits.prefill_chunk)
+        self._allocation = Allocation(target.pool, self.scheduler, self.departures, self._pace)
         self._verification = Verification(target, self._trees, self._reuse, self.departures, stats, clock=clock)
         self._ids = itertools.count(1)
         self._inbox: deque[Sequence] = deque()
@@ -185,9 +192,13 @@ class Engine:
             self._trees.idle(self._pair, self._target)
             self._set_gauges()
             return False
+        began = self._clock()
         decoding = self._allocation.trees(self._drafting.draft(self.scheduler.running))
-        prefilling = self._allocation.prompts()
-        self._verification.verify(*self._allocation.still_there(decoding, prefilling))
+        prefilling = self._allocation.prompts(decoding)
+        decoding, prefilling = self._allocation.still_there(decoding, prefilling)
+        spans = [(len(sequence.table) - count, count) for sequence, count in prefilling]
+        self._verification.verify(decoding, prefilling)
+        self._pace.observe(self._clock() - began, spans, is_decoding=bool(decoding))
         self.stats.add(metrics.CYCLES)
         self._set_gauges()
         return True

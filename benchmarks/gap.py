@@ -1,0 +1,171 @@
+"""The gap between tokens while a long prompt is read beside sequences that decode, with the bound and without.
+
+    python benchmarks/gap.py [--bounds 0.2,none] [--prompt 2000] [--decoding 4] [--rounds 3] [--draft none]
+
+All engines share one set of weights and take turns. Gaps are between commits of one sequence, from the moment that
+the prompt arrives to its first token; what is printed is a table in Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from eagle2.config import Settings, load_settings
+from eagle2.engine.assemble import build_engine, load_checkpoint, load_draft_runner, load_target_model
+from eagle2.engine.engine import Engine
+from eagle2.evaluation.machine import Conditions
+from eagle2.evaluation.measure import bench_request
+from eagle2.protocol import Commit
+from eagle2.telemetry import metrics
+from eagle2.transport.base import ProposerLink
+from eagle2.transport.local import LocalLink
+from eagle2.verifier.start import new_incarnation
+
+_WAIT_S = 600.0
+_WARM_COMMITS = 8  # of every sequence that decodes, before the prompt arrives
+_TEXT = "The harbour was quiet in the morning, and the boats lay side by side along the old stone wall. "
+
+
+@dataclass
+class _Stream:
+    """When a sequence's commits came, by ``time.perf_counter``."""
+
+    times: list[float] = field(default_factory=list)
+    error: str | None = None
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def take(self, commit: Commit) -> None:
+        with self.changed:
+            self.error = commit.error
+            self.times.append(time.perf_counter())
+            self.changed.notify_all()
+
+    def wait_for(self, commits: int) -> None:
+        """Return when so many have come. Raises ``RuntimeError`` when the generation fails or nothing comes."""
+        with self.changed:
+            if not self.changed.wait_for(lambda: self.error or len(self.times) >= commits, _WAIT_S) or self.error:
+                raise RuntimeError(self.error or f"No {commits} commits in {_WAIT_S:g} s.")
+
+    def gaps(self, begin: float, end: float) -> list[float]:
+        """Between commits, those that lie across ``begin`` or ``end`` included."""
+        pairs = zip(self.times, self.times[1:], strict=False)
+        return [after - before for before, after in pairs if after > begin and before < end]
+
+
+@dataclass
+class _Result:
+    """Over all rounds: gaps before the prompt came and while it was read, and what its first token took, in seconds."""
+
+    calm: list[float] = field(default_factory=list)
+    reading: list[float] = field(default_factory=list)
+    first_token: list[float] = field(default_factory=list)
+
+
+def _run(engine: Engine, prompts: Sequence[Sequence[int]], long: Sequence[int], result: _Result) -> None:
+    streams, sequences = [], []
+    for number, prompt in enumerate(prompts):
+        stream = _Stream()
+        request = bench_request(prompt, 1500, speculation=True, name=f"decoding-{number}")
+        request = replace(request, stop=replace(request.stop, ignore_eos=True))
+        sequences.append(engine.submit(request, stream.take))
+        streams.append(stream)
+    for stream in streams:
+        stream.wait_for(_WARM_COMMITS)
+    warm = time.perf_counter()
+    for stream in streams:
+        stream.wait_for(2 * _WARM_COMMITS)
+    reader = _Stream()
+    begin = time.perf_counter()
+    engine.submit(bench_request(long, 1, speculation=True, name="long"), reader.take)
+    reader.wait_for(1)
+    end = reader.times[0]
+    for stream in streams:
+        stream.wait_for(len(stream.times) + 1)  # the gap in which the prompt ended
+    for sequence in sequences:
+        engine.cancel(sequence)
+    for stream in streams:
+        result.calm.extend(stream.gaps(warm, begin))
+        result.reading.extend(stream.gaps(begin, end))
+    result.first_token.append(end - begin)
+    while engine.stats.get(metrics.NUM_REQUESTS_RUNNING):
+        time.sleep(0.01)
+
+
+def _settings(arguments: argparse.Namespace, bound: float | None) -> Settings:
+    engine = {"max_token_gap_s": bound, "max_sequences": arguments.decoding + 1, "prefix_cache": False}
+    model = {"draft": None} if arguments.draft == "none" else {}
+    return load_settings(flags={"engine": {**engine, "threads": arguments.threads}, "model": model})
+
+
+def _row(name: str, result: _Result) -> str:
+    def ms(values: list[float]) -> str:
+        p50, p99 = np.percentile(values, [50, 99])
+        return f"{1e3 * p50:.0f} | {1e3 * p99:.0f} | {1e3 * max(values):.0f}"
+
+    return f"| {name} | {ms(result.calm)} | {ms(result.reading)} | {np.median(result.first_token):.1f} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The gap between tokens while a long prompt is read.")
+    parser.add_argument("--bounds", default="0.2,none", help="values of engine.max_token_gap_s, 'none' for no bound")
+    parser.add_argument("--prompt", type=int, default=2000, help="tokens of the long prompt")
+    parser.add_argument("--decoding", type=int, default=4, help="sequences that decode meanwhile")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--draft", choices=("embedded", "none"), default="embedded")
+    arguments = parser.parse_args()
+    load = os.getloadavg()[0]
+    bounds = [None if text == "none" else float(text) for text in arguments.bounds.split(",")]
+    common = _settings(arguments, None)
+    checkpoint = load_checkpoint(common.model)
+    model = load_target_model(common, checkpoint)
+
+    def engine_with(bound: float | None) -> Engine:
+        settings = _settings(arguments, bound)
+        connect = None
+        if settings.model.draft is not None:
+            incarnation = new_incarnation()
+            runner = load_draft_runner(settings, checkpoint, incarnation)
+
+            def connect() -> ProposerLink:
+                return LocalLink(runner, incarnation=incarnation)
+
+        return build_engine(settings, checkpoint, connect, new_incarnation(), model)
+
+    engines = {str(bound): engine_with(bound) for bound in bounds}
+    results = {name: _Result() for name in engines}
+    text = checkpoint.tokenizer.encode(_TEXT * (1 + arguments.prompt // 15))
+    for engine in engines.values():
+        engine.start()
+    try:
+        for number in range(arguments.rounds + 1):
+            for name, engine in engines.items():
+                prompts = [text[i : i + 40] for i in range(arguments.decoding)]
+                # The first round is for what is still to be compiled and learnt.
+                result = results[name] if number else _Result()
+                _run(engine, prompts, text[number : number + arguments.prompt], result)
+    finally:
+        for engine in engines.values():
+            engine.stop()
+    print(
+        "| bound, s | p50 before, ms | p99 | most | p50 while reading, ms | p99 | most | first token of the prompt, s |"
+    )
+    print("| --- | --: | --: | --: | --: | --: | --: | --: |")
+    for name, result in results.items():
+        print(_row(name, result))
+    conditions = Conditions.now(load)
+    print(f"\n- Command: `{conditions.command}` at commit {conditions.commit}, {conditions.date}")
+    machine = f"{conditions.cpu}, {conditions.cores} cores, {conditions.threads} threads"
+    print(f"- Machine: {machine}, load {load:.1f} at the start")
+    print(f"- Versions: {', '.join(f'{package} {version}' for package, version in conditions.versions.items())}")
+
+
+if __name__ == "__main__":
+    main()
