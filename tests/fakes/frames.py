@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from eagle2.transport.frames import HEADER_BYTES, Frame, FrameKind, decode_header
 from eagle2.transport.messages import DraftEntry, DraftStep
-from eagle2.transport.wire import HEADER_BYTES, Frame, FrameKind, decode_header, decode_step, encode_step
+from eagle2.transport.wire import decode_step, encode_step
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -14,10 +14,10 @@ from types import TracebackType
 import torch
 
 from eagle2.transport.base import DraftHandler
+from eagle2.transport.frames import FrameKind, encode_text
 from eagle2.transport.messages import DraftEntry, DraftStep
 from eagle2.transport.node import NodeLink
 from eagle2.transport.server import NodeServer
-from eagle2.transport.wire import FrameKind, encode_text
 from fakes.drafts import OracleHandler
 
 

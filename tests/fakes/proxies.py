@@ -10,19 +10,10 @@ from pathlib import Path
 
 from eagle2.errors import LinkDownError
 from eagle2.transport.base import ProposerLink
+from eagle2.transport.frames import Frame, FrameError, FrameKind, decode_text, encode_text
 from eagle2.transport.messages import DraftReply
 from eagle2.transport.stream import FrameStream
-from eagle2.transport.wire import (
-    Frame,
-    FrameError,
-    FrameKind,
-    decode_reply,
-    decode_step,
-    decode_text,
-    encode_reply,
-    encode_step,
-    encode_text,
-)
+from eagle2.transport.wire import decode_reply, decode_step, encode_reply, encode_step
 from fakes.links import WrappedLink
 
 Edit = Callable[[DraftReply], list[DraftReply]]

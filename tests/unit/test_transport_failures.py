@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from eagle2.errors import LinkDownError
+from eagle2.transport.frames import VERSION, FrameKind, encode_text
 from eagle2.transport.messages import DraftEntry, DraftReply, DraftStatus, DraftStep, DraftTree
 from eagle2.transport.node import NodeLink, ProposerBusyError
 from eagle2.transport.server import NodeServer
-from eagle2.transport.wire import VERSION, FrameKind, encode_step, encode_text
+from eagle2.transport.wire import encode_step
 from fakes.drafts import OracleHandler
 from fakes.pairs import WELCOME, Pair, answered, ended, raw_peer, step_of, until
 from fakes.processes import FINGERPRINT, PROPOSER_INCARNATION, running

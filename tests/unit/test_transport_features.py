@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from eagle2.transport.features import FeatureRangeError, features_as
-from eagle2.transport.wire import FrameKind, decode_step, encode_step
+from eagle2.transport.frames import FrameKind
+from eagle2.transport.wire import decode_step, encode_step
 from fakes.frames import DTYPES, body_of, entry_of, same_bits, step_of, through_wire
 
 

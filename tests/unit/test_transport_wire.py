@@ -10,6 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eagle2.transport.frames import (
+    MAX_BODY_BYTES,
+    FrameError,
+    FrameKind,
+    VersionError,
+    decode_header,
+    decode_text,
+    encode_text,
+)
 from eagle2.transport.messages import (
     TENANT_BYTES,
     DraftEntry,
@@ -19,21 +28,8 @@ from eagle2.transport.messages import (
     DraftTree,
     Opening,
 )
-from eagle2.transport.wire import (
-    MAX_BODY_BYTES,
-    FrameError,
-    FrameKind,
-    VersionError,
-    decode_header,
-    decode_reply,
-    decode_step,
-    decode_text,
-    encode_reply,
-    encode_step,
-    encode_text,
-)
+from eagle2.transport.wire import decode_reply, decode_step, encode_reply, encode_step
 from fakes.frames import DTYPES, body_of, entry_of, same_bits, step_of
-
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 

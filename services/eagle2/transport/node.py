@@ -13,9 +13,10 @@ import threading
 from pathlib import Path
 
 from eagle2.errors import LinkDownError, ModelError, UnavailableError
+from eagle2.transport.frames import FrameError, FrameKind, decode_text, encode_text
 from eagle2.transport.messages import DraftReply, DraftStep
 from eagle2.transport.stream import FrameStream, check_path
-from eagle2.transport.wire import FrameError, FrameKind, decode_reply, decode_text, encode_step, encode_text
+from eagle2.transport.wire import decode_reply, encode_step
 
 
 class ProposerBusyError(UnavailableError):

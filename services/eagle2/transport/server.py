@@ -11,17 +11,9 @@ from pathlib import Path
 
 from eagle2.errors import ConfigError, LinkDownError
 from eagle2.transport.base import DraftHandler
+from eagle2.transport.frames import Frame, FrameError, FrameKind, VersionError, decode_text, encode_text
 from eagle2.transport.stream import FrameStream, check_path
-from eagle2.transport.wire import (
-    Frame,
-    FrameError,
-    FrameKind,
-    VersionError,
-    decode_step,
-    decode_text,
-    encode_reply,
-    encode_text,
-)
+from eagle2.transport.wire import decode_step, encode_reply
 
 _LOGGER = logging.getLogger(__name__)
 _JOIN_S = 5.0

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from eagle2.errors import ConfigError, LinkDownError
-from eagle2.transport.wire import HEADER_BYTES, Frame, FrameKind, decode_header
+from eagle2.transport.frames import HEADER_BYTES, Frame, FrameKind, decode_header
 
 # sockaddr_un holds 108 bytes on Linux and 104 elsewhere, the closing zero included.
 MAX_PATH_BYTES = 103

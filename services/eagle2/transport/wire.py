@@ -1,9 +1,7 @@
-"""The bytes of the pair protocol: a fixed header, fixed tables, raw tensor bytes. Nothing is pickled.
+"""The bytes of steps and replies: fixed tables, raw tensor bytes. Nothing is pickled.
 
-Little-endian, version 2, everything at a multiple of its own word size:
+Bodies of the frames of ``frames.py``, little-endian, everything at a multiple of its own word size:
 
-    frame   header | body
-    header  magic 4s | version u16 | kind u16 | body length u64
     step    incarnation u64 | step u64 | depth u32 | top_k u32 | num_draft_tokens u32 | entries u32 | closed u32
             | hidden u32 | dtype name 8s
             entries * (sequence i64 | cycle i64 | base i64 | rows u32 | draft u8 | opening u8 | pad)
@@ -14,7 +12,6 @@ Little-endian, version 2, everything at a multiple of its own word size:
             | slots cached i64 | trees u32 | pad
             trees * (sequence i64 | cycle i64 | held i64 | status u32 | nodes u32)
             tokens i64 of all trees | parents i64 of all trees | scores f32 of all trees
-    others  incarnation u64 | UTF-8 text                                             (the greeting, see ``node.py``)
 
 Features travel in the sender's dtype, named in the step, so that a receiver never guesses what the bytes mean; it
 converts by value with ``features.features_as``. All entries of a step share one dtype and one hidden size (a pair has
@@ -26,14 +23,13 @@ from __future__ import annotations
 
 import struct
 import sys
-from enum import IntEnum
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from eagle2.errors import Eagle2Error
+from eagle2.transport.frames import Body, Frame, FrameError, FrameKind, frame_of, pack
 from eagle2.transport.messages import (
     TENANT_BYTES,
     DraftEntry,
@@ -46,22 +42,11 @@ from eagle2.transport.messages import (
 
 assert sys.byteorder == "little", "the pair protocol sends tensor bytes as they lie in memory"
 
-Frame: TypeAlias = list[bytes | memoryview]
-Body: TypeAlias = bytearray | memoryview
-
-MAGIC = b"EAG2"
-VERSION = 2
-MAX_BODY_BYTES = 256 * 1024 * 1024
-
-_HEADER = struct.Struct("<4sHHQ")
 _STEP = struct.Struct("<QQIIIIII8s")
 _ENTRY = struct.Struct("<qqqIBB2x")
 _OPENING = struct.Struct(f"<{TENANT_BYTES}sI4x")
 _REPLY = struct.Struct("<QQqqqqqI4x")
 _TREE = struct.Struct("<qqqII")
-_TEXT = struct.Struct("<Q")
-
-HEADER_BYTES = _HEADER.size
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NAMES = {dtype: name.encode().ljust(8, b"\0") for name, dtype in _DTYPES.items()}
@@ -69,26 +54,6 @@ _BY_NAME = {name: dtype for dtype, name in _NAMES.items()}
 _TREE_DTYPES = (torch.int64, torch.int64, torch.float32)
 
 
-class FrameError(Eagle2Error, ValueError):
-    """Bytes that are no frame of this protocol version, or a message that no frame can hold."""
-
-
-class VersionError(FrameError):
-    """A frame of the pair protocol, but of another version."""
-
-
-class FrameKind(IntEnum):
-    """What a frame's body is."""
-
-    HELLO = 1  # verifier: its incarnation, the fingerprint of its model
-    WELCOME = 2  # proposer: its incarnation, its fingerprint; the lease is granted
-    BUSY = 3  # proposer: the incarnation of the verifier that holds the lease
-    MISMATCH = 4  # proposer: its incarnation, its fingerprint, which is not the verifier's
-    STEP = 5
-    REPLY = 6
-
-
-_KINDS = frozenset(FrameKind)
 _STATUSES = {int(status): status for status in DraftStatus}
 
 
@@ -107,13 +72,13 @@ def encode_step(step: DraftStep) -> Frame:
         if rows and hidden:
             features.append(_memory(entry.features))
     counts = (step.depth, step.top_k, step.num_draft_tokens, len(entries), len(step.closed))
-    fixed = _pack(_STEP.format, step.incarnation, step.step, *counts, hidden, _NAMES[dtype])
-    tables = _pack("<" + _ENTRY.format[1:] * len(entries), *table)
-    closed = _pack(f"<{len(step.closed)}q", *step.closed)
+    fixed = pack(_STEP.format, step.incarnation, step.step, *counts, hidden, _NAMES[dtype])
+    tables = pack("<" + _ENTRY.format[1:] * len(entries), *table)
+    closed = pack(f"<{len(step.closed)}q", *step.closed)
     openings = [entry.opening for entry in entries if entry.opening is not None]
-    begun = b"".join([_pack(_OPENING.format, opening.tenant, _check_opening(opening)) for opening in openings])
+    begun = b"".join([pack(_OPENING.format, opening.tenant, _check_opening(opening)) for opening in openings])
     tokens = _joined([*(opening.tokens for opening in openings), *(entry.tokens for entry in entries)])
-    return _frame(FrameKind.STEP, b"".join((fixed, tables, closed, begun, tokens)), features)
+    return frame_of(FrameKind.STEP, b"".join((fixed, tables, closed, begun, tokens)), features)
 
 
 def decode_step(body: Body) -> DraftStep:
@@ -161,12 +126,12 @@ def encode_reply(reply: DraftReply) -> Frame:
     for tree in trees:
         table += (tree.sequence, tree.cycle, tree.held, tree.status, _check_tree(tree))
     clock, slots = (reply.received, reply.finished), (reply.slots_used, reply.slots_total, reply.slots_cached)
-    fixed = _pack(_REPLY.format, reply.incarnation, reply.step, *clock, *slots, len(trees))
-    tables = _pack("<" + _TREE.format[1:] * len(trees), *table)
+    fixed = pack(_REPLY.format, reply.incarnation, reply.step, *clock, *slots, len(trees))
+    tables = pack("<" + _TREE.format[1:] * len(trees), *table)
     tokens = _joined([tree.tokens for tree in trees])
     parents = _joined([tree.parents for tree in trees])
     scores = _joined([tree.scores for tree in trees])
-    return _frame(FrameKind.REPLY, b"".join((fixed, tables, tokens, parents, scores)), [])
+    return frame_of(FrameKind.REPLY, b"".join((fixed, tables, tokens, parents, scores)), [])
 
 
 def decode_reply(body: Body) -> DraftReply:
@@ -199,43 +164,6 @@ def decode_reply(body: Body) -> DraftReply:
             raise FrameError(f"a reply names the status {code}, which does not exist")
         trees.append(DraftTree(sequence, cycle, status, held, tokens[index], parents[index], scores[index]))
     return DraftReply(incarnation, number, tuple(trees), received, finished, used, total, cached)
-
-
-def encode_text(kind: FrameKind, incarnation: int, text: str) -> Frame:
-    """A frame of the greeting."""
-    return _frame(kind, _pack(_TEXT.format, incarnation) + text.encode(), [])
-
-
-def decode_text(body: Body) -> tuple[int, str]:
-    """Incarnation and text of a frame of the greeting. Raises ``FrameError``."""
-    if len(body) < _TEXT.size:
-        raise FrameError(f"a greeting of {len(body)} bytes is shorter than its {_TEXT.size} fixed bytes")
-    try:
-        return _TEXT.unpack_from(body)[0], bytes(body[_TEXT.size :]).decode()
-    except UnicodeDecodeError as error:
-        raise FrameError(f"a greeting is no UTF-8 text: {error}") from error
-
-
-def decode_header(header: Body | bytes) -> tuple[FrameKind, int]:
-    """Kind and body length in bytes of the frame that ``header`` opens.
-
-    Raises ``VersionError`` for another version, ``FrameError`` for another protocol, an unknown kind or a length over
-    ``MAX_BODY_BYTES``, so that nobody allocates what a stray peer asks for.
-    """
-    if len(header) != HEADER_BYTES:
-        raise FrameError(f"a frame header has {HEADER_BYTES} bytes, not {len(header)}")
-    magic, version, kind, length = _HEADER.unpack(header)
-    if magic != MAGIC:
-        raise FrameError(f"the peer does not speak the pair protocol: its frame opens with {magic!r}, not {MAGIC!r}")
-    if version != VERSION:
-        raise VersionError(
-            f"the peer speaks version {version} of the pair protocol, this side speaks version {VERSION}"
-        )
-    if kind not in _KINDS:
-        raise FrameError(f"a frame is of the kind {kind}, which does not exist")
-    if length > MAX_BODY_BYTES:
-        raise FrameError(f"a frame announces {length} bytes, more than the {MAX_BODY_BYTES} allowed")
-    return FrameKind(kind), length
 
 
 def _decode_openings(body: Body, at: int, expected: list[bool]) -> tuple[list[Opening | None], int]:
@@ -327,17 +255,3 @@ def _view(body: Body, dtype: torch.dtype, count: int, offset: int) -> torch.Tens
     if count == 0:  # frombuffer refuses it
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(body, dtype=dtype, count=count, offset=offset)
-
-
-def _pack(layout: str, *values: object) -> bytes:
-    try:
-        return struct.pack(layout, *values)
-    except struct.error as error:
-        raise FrameError(f"a number of {values} does not fit its field: {error}") from error
-
-
-def _frame(kind: FrameKind, head: bytes, rest: Frame) -> Frame:
-    size = len(head) + sum(map(len, rest))
-    if size > MAX_BODY_BYTES:
-        raise FrameError(f"a message of {size} bytes is over the {MAX_BODY_BYTES} allowed: send its rows in chunks")
-    return [_HEADER.pack(MAGIC, VERSION, kind, size) + head, *rest]
