@@ -1,19 +1,31 @@
-"""Tree attention over a slot pool: on a CPU by the exact kernels, elsewhere by gathered slots and torch."""
+"""Tree attention over a slot pool: on a CPU by the exact kernels, on a GPU by Triton's, else by gathered slots."""
 
 from __future__ import annotations
 
 import threading
-from typing import Any
+from contextlib import suppress
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
-import numba
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from eagle2.models import kernels
 from eagle2.models.rows import Rows
+
+if TYPE_CHECKING:
+    from eagle2.models.gpu_attention import GpuRowLayout
+
+with suppress(ModuleNotFoundError):  # a machine whose models all run on its GPU does without Numba
+    import numba
+
+    from eagle2.models import kernels
+
+    # Its own thread pool, since an OpenMP one would spin beside torch's. It allows one call at a time, hence the lock.
+    numba.config.THREADING_LAYER = "workqueue"  # type: ignore[attr-defined]
 
 Array = NDArray[Any]
 
@@ -21,8 +33,6 @@ Array = NDArray[Any]
 _ROWS_PER_TASK = 16
 # Multiply-adds from which a second thread pays for being woken.
 _WORK_FOR_THREADS = 1_000_000
-# Numba's own thread pool, since an OpenMP one would spin beside torch's. It allows one call at a time, hence the lock.
-numba.config.THREADING_LAYER = "workqueue"  # type: ignore[attr-defined]
 _kernel_lock = threading.Lock()
 _thread_state = threading.local()
 
@@ -56,8 +66,11 @@ class RowLayout:
         """padded: rows of the hidden states, at least len(rows); the last ones are padding."""
         self.rows = rows
         self.on_cpu = rows.tokens.device.type == "cpu"
+        self._gpu: GpuRowLayout | None = None
         if not self.on_cpu:
-            self._visible = _visible_slots(rows)
+            self._gpu = _gpu_layout(rows)
+            if self._gpu is None:
+                self._visible = _visible_slots(rows)
             return
         self.slots = F.pad(rows.slots, (0, padded - len(rows)), value=-1).numpy()
         self.tables, self.lengths = rows.tables.numpy(), rows.lengths.numpy()
@@ -68,6 +81,8 @@ class RowLayout:
     def attend(self, qkv: Tensor, cos: Tensor, sin: Tensor, pool: KVPool, layer: int, heads: int) -> Tensor:
         """Write the rows' keys and values, then attend. qkv (T', (heads + 2 kv) D) -> (T', heads * D)."""
         if not self.on_cpu:
+            if self._gpu is not None:
+                return self._gpu.attend(qkv, cos, sin, pool.keys[layer], pool.values[layer], heads)
             return self._attend_gathered(qkv, cos, sin, pool, layer, heads)
         dim = pool.keys.shape[3]
         query = np.zeros((qkv.shape[0], heads, dim), np.float32)
@@ -95,6 +110,20 @@ class RowLayout:
             q.to(qkv.dtype).unsqueeze(2), keys, values, attn_mask=mask[:, None, None], enable_gqa=True
         )
         return F.pad(out.reshape(rows, heads * dim), (0, 0, 0, qkv.shape[0] - rows))
+
+
+def _gpu_layout(rows: Rows) -> GpuRowLayout | None:
+    """What Triton's kernels need of ``rows``; None where there are none for this device."""
+    if rows.tokens.device.type != "cuda" or not _has_triton():
+        return None
+    from eagle2.models.gpu_attention import GpuRowLayout
+
+    return GpuRowLayout(rows)
+
+
+@lru_cache(maxsize=1)
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def _use_kernel_threads(work: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Protocol
 
 import numpy as np
@@ -11,10 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eagle2.models import kernels
 from eagle2.models.architecture import RopeConfig
 from eagle2.models.attention import KVPool, RowLayout, as_array
 from eagle2.models.linear import Linear, row_plan
+
+with suppress(ModuleNotFoundError):  # a machine whose models all run on its GPU does without Numba
+    from eagle2.models import kernels
 
 Weights = Mapping[str, Tensor]
 
