@@ -67,8 +67,9 @@ class EngineSettings:
     """How a verifier runs. ``kv_slots`` None is sized from the device's memory, ``threads`` None is torch's choice.
 
     ``depth``, ``top_k`` and ``num_draft_tokens`` bound the tree of one sequence (paper section 4.1); the root is
-    not counted. ``tree_budget`` says whether every step has that tree, or one that is chosen up to it by what it costs
-    and yields. ``prefix_cache`` keeps what was read for later requests of the same tenant that begin alike.
+    not counted. ``tree_budget`` says whether every step has trees that are chosen within those bounds by what they cost
+    and yield, or always the largest. ``prefix_cache`` keeps what was read for later requests of the same tenant that
+    begin alike.
     A step takes up to ``prefill_chunk`` prompt tokens; while interactive requests decode, only so many that it should
     end within ``max_token_gap_s``, None for no bound. ``draft_timeout_s`` is how long a step waits for trees before it
     decodes plainly.
@@ -79,10 +80,10 @@ class EngineSettings:
     prefill_chunk: int = 256
     max_token_gap_s: float | None = 0.2
     prefix_cache: bool = True
-    depth: int = 2
-    top_k: int = 8
-    num_draft_tokens: int = 10
-    tree_budget: TreeBudget = "fixed"
+    depth: int = 4
+    top_k: int = 10
+    num_draft_tokens: int = 24
+    tree_budget: TreeBudget = "adaptive"
     draft_timeout_s: float = 2.0
     threads: int | None = None
 

@@ -96,8 +96,9 @@ class ShapedEngine:
             trees = engine.max_sequences * (engine.num_draft_tokens + 1)
             context = max(checkpoint.max_model_len, engine.max_sequences * _TYPICAL_CONTEXT)
             engine = replace(engine, kv_slots=context + trees)
-        # Prompts are asked again and again, by one method and another: each is to read all of them.
-        settings = replace(settings, engine=replace(engine, prefix_cache=False))
+        # Prompts are asked again and again, by one method and another: each is to read all of them. Trees have the
+        # shape that is asked for, whatever it costs.
+        settings = replace(settings, engine=replace(engine, prefix_cache=False, tree_budget="fixed"))
         self._link: ShapedLink | None = None
         self.foresight: ForesightLink | None = None
         connect = None

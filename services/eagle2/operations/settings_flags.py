@@ -28,10 +28,10 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """How the engine runs, and how large its trees are."""
     parser.add_argument("--max-sequences", type=int, metavar="N", help="sequences that are decoded at once")
     parser.add_argument("--kv-slots", type=int, metavar="TOKENS", help="size of the KV cache; default: from memory")
-    parser.add_argument("--depth", type=int, metavar="N", help="levels of the draft tree")
-    parser.add_argument("--top-k", type=int, metavar="N", help="nodes that are expanded per level")
-    parser.add_argument("--num-draft-tokens", type=int, metavar="N", help="nodes that are verified per step")
-    budget = "trees of that size at every step (default), or as large as pays, that at most"
+    parser.add_argument("--depth", type=int, metavar="N", help="levels of the draft tree, at most")
+    parser.add_argument("--top-k", type=int, metavar="N", help="nodes that are expanded per level, at most")
+    parser.add_argument("--num-draft-tokens", type=int, metavar="N", help="nodes that are verified per step, at most")
+    budget = "trees as large as pays at every step (default), or always of the largest size"
     parser.add_argument("--tree-budget", choices=("fixed", "adaptive"), help=budget)
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of each service; default: all cores")
 
