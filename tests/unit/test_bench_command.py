@@ -90,7 +90,7 @@ def test_a_changed_token_is_reported_and_fails(
     assert main(["bench", *options, *flags]) == 1
     shown = capsys.readouterr().out
     assert "NOT LOSSLESS: 1 runs" in shown
-    assert "eagle2, tree 10/2/8 on asked/1 in round 1, at position 0" in shown
+    assert "eagle2, tree 24/4/10 on asked/1 in round 1, at position 0" in shown
 
 
 def test_without_a_draft_head_two_systems_remain(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
