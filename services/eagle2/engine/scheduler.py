@@ -98,12 +98,11 @@ class Scheduler:
         self.running.sort(key=_rank)
         self.waiting.sort(key=_rank)
 
-    def plan_prefill(self, allowance: Allowance | int) -> list[tuple[Sequence, int]]:
+    def plan_prefill(self, allowance: Allowance) -> list[tuple[Sequence, int]]:
         """How many prompt tokens of which sequence this step takes: first in rank first, as far as ``allowance`` goes.
 
         One prompt after the other: shared between them, all would get their first token as late as the last one.
         """
-        allowance = Allowance(allowance) if isinstance(allowance, int) else allowance
         plan: list[tuple[Sequence, int]] = []
         for sequence in self.running:
             start = len(sequence.table)
