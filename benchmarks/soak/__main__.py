@@ -69,7 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="of the traffic")
     parser.add_argument("--prompt-tokens", type=int, default=64, metavar="N", help="of the longest fresh prompt")
     parser.add_argument("--output-tokens", type=int, default=40, metavar="N", help="of the longest answer")
-    parser.add_argument("--kill-every", type=int, default=0, metavar="N", help="requests after which the proposer dies")
+    parser.add_argument(
+        "--kill-every", type=int, default=0, metavar="N", help="requests after which a proposer is killed"
+    )
     parser.add_argument("--in-process", action="store_true", help="the proposer is a thread, not a process")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write everything as JSON")
     add_model_flags(parser)

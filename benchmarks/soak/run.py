@@ -47,7 +47,7 @@ _COUNTS = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """requests: how many. kill_every: the proposer is killed each time so many requests have ended, 0 never.
+    """requests: how many. kill_every: a proposer is killed when it has served so many requests, 0 never.
     in_process: the proposer is a thread of this process instead of a process of its own."""
 
     requests: int
@@ -130,10 +130,11 @@ def _soak(
     encode = partial(tokenizer.encode, add_special_tokens=False)
     asks = traffic(plan.seed, plan.requests, encode, plan.sizes, bos[0] if bos else None)
 
+    killer = _Killer(engine, proposer, plan.kill_every)
+
     def on_end(ended: int) -> None:
-        if plan.kill_every and ended % plan.kill_every == 0 and ended < plan.requests:
-            report.kills += 1
-            proposer.restart()
+        if ended < 0.8 * plan.requests:  # the last one serves to the end
+            killer.one_more()
         if ended % max(1, plan.requests // 20) == 0:
             pid = "" if isinstance(proposer, ThreadProposer) else f", proposer {_mib(proposer.pid or 0):.0f}"
             say(f"{ended}/{plan.requests} ended; resident MiB: {_mib('self'):.0f}{pid}; {_summary(engine)}")
@@ -147,7 +148,7 @@ def _soak(
         clients.ask(asks[:warm])
         before = Census.now()
         clients.ask(asks[warm:])
-        report.seconds["soak"] = time.monotonic() - began
+        report.seconds["soak"], report.kills = time.monotonic() - began, killer.kills
         after = Census.now()
         report.leaked = _leaks(engine, proposer, after)
     finally:
@@ -159,6 +160,22 @@ def _soak(
     report.ends, report.kinds = _ends(clients.outcomes), _kinds(clients.outcomes, asks)
     _compare(report, settings, checkpoint, engine, clients.outcomes, say)
     return report
+
+
+class _Killer:
+    """Kills the proposer each time it has been there over ``every`` requests; 0 never."""
+
+    def __init__(self, engine: Engine, proposer: Proposer, every: int) -> None:
+        self._engine, self._proposer, self._every = engine, proposer, every
+        self._served = 0
+        self.kills = 0
+
+    def one_more(self) -> None:
+        """A request has ended. It counts when the present proposer has been found by the engine."""
+        self._served += self._engine.stats.get(metrics.PAIRINGS) > self.kills
+        if 0 < self._every <= self._served:
+            self._served, self.kills = 0, self.kills + 1
+            self._proposer.restart()
 
 
 def _wait_for_proposer(engine: Engine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -158,3 +159,24 @@ def test_the_next_turn_equals_a_cold_run(expected: Answer) -> None:
     history = [BOS, *PROMPT.encode(), *first.ids, *b" and then "]
     second = request(history, max_tokens=20, ignore_eos=True)
     assert kit.answer(second).ids == EngineKit(None).answer(plain(second)).ids
+
+
+@pytest.mark.parametrize("place", [13, 15, 17])
+@pytest.mark.parametrize("ending", ["", "?"], ids=["it is said", "it only began"])
+def test_an_error_does_not_release_what_may_be_a_stop_string(expected: Answer, ending: str, place: int) -> None:
+    """A stream breaks off with a stop string half said and goes on elsewhere: together it is the whole one's text."""
+    stop = expected.text[12:18] + ending
+    assert expected.text.find(stop) == (-1 if ending else 12)
+    clock = [0.0]
+    kit = EngineKit(None, wall_clock=lambda: clock[0])
+    asked = request(PROMPT, max_tokens=60, ignore_eos=True, stop=[stop], deadline=1.0)
+    broken = kit.submit(asked)
+    while len(broken.ids) < place:
+        kit.engine.step()
+    clock[0] = 2.0
+    kit.run()
+    assert broken.finish_reason == "error"
+    assert broken.text == expected.text[:12], "the rest may still be cut off"
+    rest = EngineKit(None).answer(replace(asked, deadline=None, output_ids=tuple(broken.ids)))
+    assert broken.ids + rest.ids == (expected.ids if ending else expected.ids[:18])
+    assert broken.text + rest.text == (expected.text if ending else expected.text[:12])

@@ -136,17 +136,14 @@ class Sequence:
             self.sink(Commit(tuple(kept), text))
         else:
             self.table.truncate(min(len(self.table), len(self.tokens)))
-            self._close(kept, text)
+            self.sink(Commit(tuple(kept), text + self.text.finish(), self.finish_reason, self.usage()))
         return kept
 
     def fail(self, sentence: str, code: ErrorCode = "generation_failed") -> None:
-        """End the stream with an error."""
+        """End the stream with an error. What may be the beginning of a stop string stays held back: another verifier
+        that goes on with the stream takes it that nobody has seen it."""
         self.finish_reason = "error"
-        self._close([], "", sentence, code)
-
-    def _close(self, kept: list[int], text: str, error: str | None = None, code: ErrorCode | None = None) -> None:
-        text += self.text.finish()
-        self.sink(Commit(tuple(kept), text, self.finish_reason, self.usage(), error, code))
+        self.sink(Commit((), "", self.finish_reason, self.usage(), sentence, code))
 
     def usage(self) -> Usage:
         return Usage(
