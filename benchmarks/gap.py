@@ -1,18 +1,18 @@
 """The gap between tokens while a long prompt is read beside sequences that decode, with the bound and without.
 
-    python benchmarks/gap.py [--bounds 0.2,none] [--prompt 2000] [--decoding 4] [--rounds 3] [--draft none]
+    python benchmarks/gap.py [--bounds 0.2,none] [--prompt 2000] [--decoding 4] [--rounds 3] [--draft none] [--cpu-time]
 
-All engines share one set of weights and take turns. Gaps are between commits of one sequence, from the moment that
-the prompt arrives to its first token; what is printed is a table in Markdown.
+All engines share one set of weights and take turns; drafting is done in the same thread. Gaps are between commits of
+one sequence, from the moment that the prompt arrives to its first token; what is printed is a table in Markdown.
+``--cpu-time`` measures, and paces, by processor time: with one thread, what a wall clock shows on an idle machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -28,30 +28,21 @@ from eagle2.transport.base import ProposerLink
 from eagle2.transport.local import LocalLink
 from eagle2.verifier.start import new_incarnation
 
-_WAIT_S = 600.0
 _WARM_COMMITS = 8  # of every sequence that decodes, before the prompt arrives
 _TEXT = "The harbour was quiet in the morning, and the boats lay side by side along the old stone wall. "
 
 
 @dataclass
 class _Stream:
-    """When a sequence's commits came, by ``time.perf_counter``."""
+    """When a sequence's commits came."""
 
+    clock: Callable[[], float]
     times: list[float] = field(default_factory=list)
-    error: str | None = None
-    changed: threading.Condition = field(default_factory=threading.Condition)
 
     def take(self, commit: Commit) -> None:
-        with self.changed:
-            self.error = commit.error
-            self.times.append(time.perf_counter())
-            self.changed.notify_all()
-
-    def wait_for(self, commits: int) -> None:
-        """Return when so many have come. Raises ``RuntimeError`` when the generation fails or nothing comes."""
-        with self.changed:
-            if not self.changed.wait_for(lambda: self.error or len(self.times) >= commits, _WAIT_S) or self.error:
-                raise RuntimeError(self.error or f"No {commits} commits in {_WAIT_S:g} s.")
+        if commit.error is not None:
+            raise RuntimeError(commit.error)
+        self.times.append(self.clock())
 
     def gaps(self, begin: float, end: float) -> list[float]:
         """Between commits, those that lie across ``begin`` or ``end`` included."""
@@ -68,34 +59,43 @@ class _Result:
     first_token: list[float] = field(default_factory=list)
 
 
-def _run(engine: Engine, prompts: Sequence[Sequence[int]], long: Sequence[int], result: _Result) -> None:
+def _run(
+    engine: Engine,
+    clock: Callable[[], float],
+    prompts: Sequence[Sequence[int]],
+    long: Sequence[int],
+    result: _Result,
+) -> None:
     streams, sequences = [], []
     for number, prompt in enumerate(prompts):
-        stream = _Stream()
+        stream = _Stream(clock)
         request = bench_request(prompt, 1500, speculation=True, name=f"decoding-{number}")
         request = replace(request, stop=replace(request.stop, ignore_eos=True))
         sequences.append(engine.submit(request, stream.take))
         streams.append(stream)
-    for stream in streams:
-        stream.wait_for(_WARM_COMMITS)
-    warm = time.perf_counter()
-    for stream in streams:
-        stream.wait_for(2 * _WARM_COMMITS)
-    reader = _Stream()
-    begin = time.perf_counter()
+    _step_until(engine, streams, _WARM_COMMITS)
+    warm = clock()
+    _step_until(engine, streams, 2 * _WARM_COMMITS)
+    reader = _Stream(clock)
+    begin = clock()
     engine.submit(bench_request(long, 1, speculation=True, name="long"), reader.take)
-    reader.wait_for(1)
+    _step_until(engine, [reader], 1)
     end = reader.times[0]
-    for stream in streams:
-        stream.wait_for(len(stream.times) + 1)  # the gap in which the prompt ended
+    _step_until(engine, streams, 1 + max(len(stream.times) for stream in streams))
     for sequence in sequences:
         engine.cancel(sequence)
     for stream in streams:
         result.calm.extend(stream.gaps(warm, begin))
         result.reading.extend(stream.gaps(begin, end))
     result.first_token.append(end - begin)
-    while engine.stats.get(metrics.NUM_REQUESTS_RUNNING):
-        time.sleep(0.01)
+    while engine.step():
+        pass
+
+
+def _step_until(engine: Engine, streams: Sequence[_Stream], commits: int) -> None:
+    """Step until each of ``streams`` has so many commits."""
+    while min(len(stream.times) for stream in streams) < commits:
+        engine.step()
 
 
 def _settings(arguments: argparse.Namespace, bound: float | None) -> Settings:
@@ -118,10 +118,11 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=2000, help="tokens of the long prompt")
     parser.add_argument("--decoding", type=int, default=4, help="sequences that decode meanwhile")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--cpu-time", action="store_true", help="processor time instead of a wall clock")
     parser.add_argument("--draft", choices=("embedded", "none"), default="embedded")
     arguments = parser.parse_args()
-    load = os.getloadavg()[0]
+    load, clock = os.getloadavg()[0], time.process_time if arguments.cpu_time else time.perf_counter
     bounds = [None if text == "none" else float(text) for text in arguments.bounds.split(",")]
     common = _settings(arguments, None)
     checkpoint = load_checkpoint(common.model)
@@ -137,29 +138,29 @@ def main() -> None:
             def connect() -> ProposerLink:
                 return LocalLink(runner, incarnation=incarnation)
 
-        return build_engine(settings, checkpoint, connect, new_incarnation(), model)
+        return build_engine(settings, checkpoint, connect, new_incarnation(), model, clock=clock)
 
     engines = {str(bound): engine_with(bound) for bound in bounds}
+    connected = common.model.draft is not None
     results = {name: _Result() for name in engines}
-    text = checkpoint.tokenizer.encode(_TEXT * (1 + arguments.prompt // 15))
+    text = checkpoint.tokenizer.encode(_TEXT * (1 + arguments.prompt // 15), add_special_tokens=False)
     for engine in engines.values():
-        engine.start()
-    try:
-        for number in range(arguments.rounds + 1):
-            for name, engine in engines.items():
-                prompts = [text[i : i + 40] for i in range(arguments.decoding)]
-                # The first round is for what is still to be compiled and learnt.
-                result = results[name] if number else _Result()
-                _run(engine, prompts, text[number : number + arguments.prompt], result)
-    finally:
-        for engine in engines.values():
-            engine.stop()
-    print(
-        "| bound, s | p50 before, ms | p99 | most | p50 while reading, ms | p99 | most | first token of the prompt, s |"
-    )
+        while connected and not engine.stats.get(metrics.PROPOSER_UP):
+            engine.step()
+    for number in range(arguments.rounds + 1):
+        for name, engine in engines.items():
+            prompts = [text[i : i + 40] for i in range(arguments.decoding)]
+            # The first round is for what is still to be compiled and learnt.
+            result = results[name] if number else _Result()
+            _run(engine, clock, prompts, text[number : number + arguments.prompt], result)
+    for engine in engines.values():
+        engine.stop()
+    print("| bound, s | before: p50 | p99 | most | while reading: p50 | p99 | most | first token |")
     print("| --- | --: | --: | --: | --: | --: | --: | --: |")
     for name, result in results.items():
         print(_row(name, result))
+    seconds = "processor time" if arguments.cpu_time else "wall clock"
+    print(f"\nGaps in ms, first token in s, {seconds}.")
     conditions = Conditions.now(load)
     print(f"\n- Command: `{conditions.command}` at commit {conditions.commit}, {conditions.date}")
     machine = f"{conditions.cpu}, {conditions.cores} cores, {conditions.threads} threads"

@@ -74,12 +74,19 @@ def test_before_anything_is_known_prompts_get_on_a_little() -> None:
     assert PromptPace(256, 0.1).allowance(10).fit(0, 2000) == 16
 
 
-def test_where_decoding_alone_reaches_the_bound_prompts_get_on_a_little() -> None:
-    pace = PromptPace(256, 0.1)
-    for _ in range(5):
-        pace.observe(0.5, [(0, 256)], is_decoding=False)
-        pace.observe(0.2, [], is_decoding=True)
-    assert pace.allowance(8).fit(300, 2000) == 16
+def test_where_decoding_alone_reaches_the_bound_prompts_have_half_as_much_time() -> None:
+    pace, cost = PromptPace(256, 0.1), PromptCost(2e-3, 1e-7)
+    machine = Machine(0.2, cost)
+    for _ in range(3):
+        machine.decode(pace, 10)
+        steps = machine.read(pace, 1000, rows=8)
+    assert all(0.25 < seconds < 0.32 for seconds, _ in steps[:-1])
+    # Where even the least number of tokens takes longer, they are taken all the same.
+    slow = Machine(0.2, PromptCost(0.02, 1e-7))
+    for _ in range(3):
+        slow.decode(pace, 10)
+        steps = slow.read(pace, 200, rows=8)
+    assert {count for _, count in steps[:-1]} == {16}
 
 
 class Machine:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,10 +148,13 @@ def build_engine(
     connect: Connect | None,
     incarnation: int,
     model: TargetModel | None = None,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Engine:
     """The verifier's half: target, slots, pair and the loop over them (not started).
 
     ``model``: a network that is loaded already, for engines that share it; they must not run at the same time.
+    ``clock``: seconds, for what steps cost.
     """
     use_threads(settings.engine.threads)
     limits = EngineLimits(
@@ -185,6 +189,7 @@ def build_engine(
         tree_shape(settings),
         frozenset(checkpoint.config.eos_token_ids),
         budget=adaptive_budget(settings, target) if connect and settings.engine.tree_budget == "adaptive" else None,
+        clock=clock,
         on_thread_start=_thread_setter(settings.engine.threads),
     )
 

@@ -12,7 +12,9 @@ from eagle2.engine.isotonic import Floats
 
 # Of the bound on the gap that a step plans to use: costs are estimates, and the machine has other work.
 _AIM = 0.9
-# Prompt tokens that a step takes at least, even where decoding alone reaches the bound: prompts always get on.
+# What a step gives to prompts at least, also where decoding alone reaches the bound: so much of the time of decoding,
+# since a prompt that hardly gets on is worse for all than text at two thirds of its speed; and so many tokens.
+_LEAST_SHARE = 0.5
 _LEAST = 16
 # A context of so many tokens doubles the cost of a row, while nothing better is known.
 _GUESSED_CONTEXT = 1000
@@ -100,12 +102,14 @@ class PromptPace:
         """Seconds of prompt tokens; None before anything was measured."""
         return PromptCost(float(self._costs[1]), float(self._costs[2])) if self._costs[1] else None
 
-    def allowance(self, decoding_rows: int) -> Allowance:
-        """What a step may take of prompts that verifies so many rows of sequences that decode."""
+    def allowance(self, decoding_rows: int, turns: int = 1) -> Allowance:
+        """What a step may take of prompts that verifies so many rows of sequences that decode. ``turns``: steps from
+        one of a sequence to its next; each of them is to last that part of the bound."""
         if not decoding_rows or self._max_gap_s is None:
             return Allowance(self._chunk)
-        left = _AIM * self._max_gap_s - self.decode_s if self.decode_s is not None else 0.0
-        return Allowance(self._chunk, max(0.0, left), self.cost, decoding_rows)
+        left = _AIM * self._max_gap_s / turns - self._costs[0]
+        seconds = max(float(left), _LEAST_SHARE * self._costs[0]) if self._costs[0] else 0.0
+        return Allowance(self._chunk, seconds, self.cost, decoding_rows)
 
     def observe(self, seconds: float, spans: Iterable[Span], *, is_decoding: bool) -> None:
         """A step took so long, for prompt tokens ``spans`` and, when ``is_decoding``, sequences that decode."""
