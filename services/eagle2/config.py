@@ -22,6 +22,7 @@ _STRICT = ConfigDict(extra="forbid")
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 TreeBudget = Literal["fixed", "adaptive"]
+Overlap = Literal["auto", "on", "off"]
 VocabularySize = int | Literal["auto", "all"]
 
 
@@ -71,8 +72,9 @@ class EngineSettings:
     and yield, or always the largest. ``prefix_cache`` keeps what was read for later requests of the same tenant that
     begin alike.
     A step takes up to ``prefill_chunk`` prompt tokens; while interactive requests decode, only so many that it should
-    end within ``max_token_gap_s``, None for no bound. ``draft_timeout_s`` is how long a step waits for trees before it
-    decodes plainly.
+    end within ``max_token_gap_s``, None for no bound. ``overlap`` has the proposer draft for one half of the batch
+    while the other half is verified: always, never, or where that was measured to pay. ``draft_timeout_s`` is how long
+    a step waits for trees before it decodes plainly.
     """
 
     max_sequences: int = 8
@@ -84,6 +86,7 @@ class EngineSettings:
     top_k: int = 10
     num_draft_tokens: int = 24
     tree_budget: TreeBudget = "adaptive"
+    overlap: Overlap = "auto"
     draft_timeout_s: float = 2.0
     threads: int | None = None
 

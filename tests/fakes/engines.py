@@ -10,6 +10,8 @@ from functools import cache
 
 import torch
 
+from eagle2.config import Overlap
+from eagle2.engine.budget import AdaptiveBudget
 from eagle2.engine.draft import DraftRunner
 from eagle2.engine.engine import Engine, EngineLimits
 from eagle2.engine.pair import Pair
@@ -126,6 +128,8 @@ class EngineKit:
         clock: Callable[[], float] = time.perf_counter,
         wall_clock: Callable[[], float] = time.time,
         shape: TreeShape = _SHAPE,
+        budget: AdaptiveBudget | None = None,
+        overlap: Overlap = "off",
         vocab_size: int = 258,
         wrap: Callable[[ProposerLink], ProposerLink] = lambda link: link,
         timeout_s: float = 30.0,
@@ -153,6 +157,8 @@ class EngineKit:
             EngineLimits(max_model_len, max_sequences, prefill_chunk, prefix_cache, max_token_gap_s),
             shape,
             frozenset({EOS}),
+            budget=budget,
+            overlap=overlap,
             clock=clock,
             wall_clock=wall_clock,
         )

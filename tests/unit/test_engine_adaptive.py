@@ -138,18 +138,18 @@ class Costs:
 
 def timed(kit: AdaptiveKit, clock: Costs, verify: Callable[[float], float], draft_s: Callable[[], float]) -> None:
     """Make the kit's forwards and drafts take time on the clock."""
-    forward, draft = kit.target.forward, kit.pair.draft
+    forward, ask = kit.target.forward, kit.pair.ask
 
     def slow_forward(rows):  # type: ignore[no-untyped-def]
         clock.now += verify(len(rows.tokens))
         return forward(rows)
 
-    def slow_draft(entries, shape):  # type: ignore[no-untyped-def]
+    def slow_ask(entries, shape):  # type: ignore[no-untyped-def]
         clock.now += draft_s()
-        return draft(entries, shape)
+        return ask(entries, shape)
 
     kit.target.forward = slow_forward  # type: ignore[method-assign]
-    kit.pair.draft = slow_draft  # type: ignore[method-assign]
+    kit.pair.ask = slow_ask  # type: ignore[method-assign]
 
 
 def test_drafts_that_are_always_right_become_deep_chains() -> None:

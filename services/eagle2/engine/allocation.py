@@ -45,15 +45,15 @@ class Allocation:
                     break
         return granted
 
-    def prompts(self, decoding: SequenceOf[Decoding] = ()) -> list[tuple[Sequence, int]]:
+    def prompts(self, decoding: SequenceOf[Decoding] = (), turns: int = 1) -> list[tuple[Sequence, int]]:
         """(sequence, count): this step's prompt tokens, as many as there are slots for; the tables have them now.
 
-        Few enough that no reader of ``decoding`` waits for long. Of batch requests there is none.
+        Few enough that no reader waits for long, ``turns`` steps for each next token. Of batch requests there is none.
         """
-        awaited = any(item.sequence.request.priority == "interactive" for item in decoding)
-        rows = sum(item.tree.num_nodes for item in decoding) if awaited else 0
+        awaited = any(s.decodes and s.request.priority == "interactive" for s in self._scheduler.running)
+        rows = max(1, sum(item.tree.num_nodes for item in decoding)) if awaited else 0
         taken = []
-        for sequence, count in self._scheduler.plan_prefill(self._pace.allowance(rows)):
+        for sequence, count in self._scheduler.plan_prefill(self._pace.allowance(rows, turns)):
             count = min(count, self._pool.num_available)
             if count:
                 sequence.table.extend(count)

@@ -189,6 +189,7 @@ def build_engine(
         tree_shape(settings),
         frozenset(checkpoint.config.eos_token_ids),
         budget=adaptive_budget(settings, target) if connect and settings.engine.tree_budget == "adaptive" else None,
+        overlap=settings.engine.overlap,
         clock=clock,
         on_thread_start=_thread_setter(settings.engine.threads),
     )
@@ -233,7 +234,9 @@ def adaptive_budget(settings: Settings, target: TargetRunner) -> AdaptiveBudget:
     verify = measure_target(target, min(engine.max_sequences * (engine.num_draft_tokens + 1), _MOST_ROWS))
     logger.info(
         "A step takes %s ms.",
-        ", ".join(f"{1000 * s:.1f} (rows: {n:.0f})" for n, s in zip(verify.curve.sizes, verify.curve.seconds, strict=True)),
+        ", ".join(
+            f"{1000 * s:.1f} (rows: {n:.0f})" for n, s in zip(verify.curve.sizes, verify.curve.seconds, strict=True)
+        ),
     )
     sizes = sizes_up_to(engine.max_sequences * max(engine.top_k, 2))
     draft = CostCurve(sizes, [_GUESS * verify.curve.at(size) for size in sizes], guessed=True)

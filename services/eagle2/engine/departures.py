@@ -79,3 +79,4 @@ class Departures:
         self._stats.add(metrics.NUM_PREEMPTIONS)
         self._pair.forget(victim.id)
         victim.held, victim.is_opened = 0, False
+        victim.cycle += 1  # an answer may be on its way: it tells of rows that the proposer is about to free

@@ -13,7 +13,7 @@ import torch
 from eagle2.engine.briefing import Briefing
 from eagle2.engine.choice import FixedTrees
 from eagle2.engine.pace import PromptPace
-from eagle2.engine.pair import Pair
+from eagle2.engine.pair import Pair, Question
 from eagle2.engine.sequence import Sequence
 from eagle2.engine.trees import tree_of_reply
 from eagle2.kv_cache.slots import Slots
@@ -30,6 +30,16 @@ class Decoding:
     sequence: Sequence
     tree: Tree  # of one sequence, B = 1
     slots: Slots = field(default_factory=lambda: np.empty(0, np.int32))
+
+
+@dataclass(slots=True)
+class Asked:
+    """Sequences whose turn comes next, and what the proposer was asked about them. question: None when it was not."""
+
+    sequences: list[Sequence]
+    entries: list[tuple[Sequence, DraftEntry]]
+    question: Question | None
+    seconds: float  # that asking took
 
 
 class Drafting:
@@ -52,24 +62,46 @@ class Drafting:
         self._pair, self._briefing, self._trees, self._stats = pair, briefing, trees, stats
         self._vocab_size, self._pace, self._clock = vocab_size, pace, clock
 
-    def draft(self, running: SequenceOf[Sequence]) -> list[Decoding]:
-        """The trees of all of ``running`` that decode."""
+    @property
+    def is_possible(self) -> bool:
+        """Whether there is a proposer."""
+        return self._pair.is_up
+
+    def ask(self, sequences: SequenceOf[Sequence]) -> Asked:
+        """Tell the proposer what it lacks of some sequences and ask for their trees, without waiting for them."""
         if self._pair.is_up:
-            self._trees.begin(running, self._prompt_rows(running))
-        asked: list[tuple[Sequence, DraftEntry]] = []
-        for sequence in running:
+            self._trees.begin(sequences, self._prompt_rows(sequences))
+        entries: list[tuple[Sequence, DraftEntry]] = []
+        for sequence in sequences:
             is_asked = self._pair.is_up and sequence.speculate and self._trees.is_wanted(sequence)
             entry = self._briefing.entry(sequence) if is_asked else None
             if entry is not None:
-                asked.append((sequence, entry))
-        entries = [entry for _, entry in asked]
+                entries.append((sequence, entry))
         began = self._clock()
-        replies = self._pair.draft(entries, self._trees.shape) if entries else {}
-        self._trees.drafted(entries, replies, self._clock() - began)
-        for sequence, entry in asked:
-            if (reply := replies.get((entry.sequence, entry.cycle))) is not None:
+        question = self._pair.ask([entry for _, entry in entries], self._trees.shape) if entries else None
+        return Asked(list(sequences), entries, question, self._clock() - began)
+
+    def collect(self, asked: Asked, *, is_alone: bool = True) -> list[Decoding]:
+        """The trees of all sequences that were asked about and decode.
+
+        is_alone: nothing else was done in the meantime, so that the time this took is that of the trees. What became
+        of a sequence since it was asked about does not matter: an answer to an earlier cycle is dropped.
+        """
+        began = self._clock()
+        replies = self._pair.collect(asked.question)
+        if is_alone:
+            self._trees.drafted([entry for _, entry in asked.entries], replies, asked.seconds + self._clock() - began)
+        current: dict[int, DraftTree] = {}
+        for sequence, entry in asked.entries:
+            reply = replies.get((entry.sequence, entry.cycle))
+            if reply is None:
+                continue
+            if sequence.cycle == entry.cycle:
                 self._briefing.answered(sequence, entry, reply)
-        return self._decodings(running, replies)
+                current[sequence.id] = reply
+            else:
+                self._stats.add(metrics.STALE_REPLIES)
+        return self._decodings(asked.sequences, current)
 
     def _prompt_rows(self, running: SequenceOf[Sequence]) -> int:
         """About how many prompt tokens this step will take."""
@@ -79,11 +111,11 @@ class Drafting:
         allowance = self._pace.allowance(sum(sequence.decodes for sequence in running))
         return allowance.fit(len(reading[0].table), sum(sequence.num_to_prefill for sequence in reading))
 
-    def _decodings(self, running: SequenceOf[Sequence], replies: Mapping[tuple[int, int], DraftTree]) -> list[Decoding]:
+    def _decodings(self, sequences: SequenceOf[Sequence], replies: Mapping[int, DraftTree]) -> list[Decoding]:
         trees: list[Tree] = []
-        decoding = [sequence for sequence in running if sequence.decodes]
-        for sequence in running:
-            tree = self._tree(sequence, replies.get((sequence.id, sequence.cycle)))
+        decoding = [sequence for sequence in sequences if sequence.decodes]
+        for sequence in sequences:
+            tree = self._tree(sequence, replies.get(sequence.id))
             if sequence.decodes:
                 trees.append(tree or Tree.of_roots(torch.tensor([sequence.tokens[-1]])))
         return [Decoding(sequence, tree) for sequence, tree in zip(decoding, self._trees.pruned(trees), strict=True)]

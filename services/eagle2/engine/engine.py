@@ -10,12 +10,15 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from eagle2.config import Overlap
 from eagle2.engine.allocation import Allocation
 from eagle2.engine.briefing import Briefing
 from eagle2.engine.budget import AdaptiveBudget
 from eagle2.engine.choice import AdaptiveTrees, FixedTrees
+from eagle2.engine.cohorts import Cohorts
 from eagle2.engine.departures import Departures
 from eagle2.engine.drafting import Drafting
+from eagle2.engine.overlap import OverlapChoice
 from eagle2.engine.pace import PromptPace
 from eagle2.engine.pair import Pair
 from eagle2.engine.reuse import PrefixReuse
@@ -63,12 +66,14 @@ class Engine:
         eos_token_ids: frozenset[int],
         *,
         budget: AdaptiveBudget | None = None,
+        overlap: Overlap = "off",
         clock: Callable[[], float] = time.perf_counter,
         wall_clock: Callable[[], float] = time.time,
         on_thread_start: Callable[[], None] = lambda: None,
     ) -> None:
-        """``shape``: every tree's, and without a ``budget`` no other. ``clock``: seconds, for what a step costs.
-        ``wall_clock``: Unix time, for deadlines."""
+        """``shape``: every tree's, and without a ``budget`` no other. ``overlap``: whether the proposer drafts for one
+        half of the batch while the other one is verified. ``clock``: seconds, for what a step costs. ``wall_clock``:
+        Unix time, for deadlines."""
         self._target, self._tokenizer, self._pair, self.stats = target, tokenizer, pair, stats
         self._limits, self._eos = limits, eos_token_ids
         self._trees = FixedTrees(shape)
@@ -88,7 +93,7 @@ class Engine:
             max_model_len=limits.max_model_len,
             prefix_cache=limits.prefix_cache,
         )
-        self._drafting = Drafting(
+        drafting = Drafting(
             pair,
             briefing,
             self._trees,
@@ -97,6 +102,7 @@ class Engine:
             pace=self._pace,
             clock=clock,
         )
+        self._cohorts = Cohorts(drafting, OverlapChoice(overlap), stats, clock=clock)
         self._allocation = Allocation(target.pool, self.scheduler, self.departures, self._pace)
         self._verification = Verification(target, self._trees, self._reuse, self.departures, stats, clock=clock)
         self._ids = itertools.count(1)
@@ -181,23 +187,26 @@ class Engine:
             self._fail_all("The engine has stopped.")
 
     def step(self) -> bool:
-        """One cycle for the whole batch. False when there was nothing to do."""
+        """One cycle for the whole batch, or for one half of it. False when there was nothing to do."""
         self._take_inbox()
         self.departures.end_overdue()
         for victim in self.scheduler.admit():
             self.departures.put_back(victim)
         self._pair.poll()
         if not self.scheduler.running:
+            self._cohorts.idle()
             self._pair.flush()
             self._trees.idle(self._pair, self._target)
             self._set_gauges()
             return False
         began = self._clock()
-        decoding = self._allocation.trees(self._drafting.draft(self.scheduler.running))
-        prefilling = self._allocation.prompts(decoding)
+        decoding = self._allocation.trees(self._cohorts.turn(self.scheduler.running))
+        turns = self._cohorts.turns
+        prefilling = self._allocation.prompts(decoding, turns)
         decoding, prefilling = self._allocation.still_there(decoding, prefilling)
         spans = [(len(sequence.table) - count, count) for sequence, count in prefilling]
-        self._verification.verify(decoding, prefilling)
+        self._verification.verify(decoding, prefilling, is_alone=turns == 1)
+        self._cohorts.verified(has_prefill=bool(prefilling))
         self._pace.observe(self._clock() - began, spans, is_decoding=bool(decoding))
         self.stats.add(metrics.CYCLES)
         self._set_gauges()

@@ -44,8 +44,13 @@ class Verification:
         self._departures, self._stats, self._clock = departures, stats, clock
         self._recent: deque[int] = deque(maxlen=_ACCEPTANCE_WINDOW)
 
-    def verify(self, decoding: list[Decoding], prefilling: list[tuple[Sequence, int]]) -> None:
-        """Trees whose nodes have slots, and (sequence, count) of prompt tokens that stand at their tables' ends."""
+    def verify(
+        self, decoding: list[Decoding], prefilling: list[tuple[Sequence, int]], *, is_alone: bool = True
+    ) -> None:
+        """Trees whose nodes have slots, and (sequence, count) of prompt tokens that stand at their tables' ends.
+
+        is_alone: the proposer does nothing meanwhile; else the step's time is no measure of its rows.
+        """
         if not decoding and not prefilling:
             return
         began = self._clock()
@@ -75,7 +80,7 @@ class Verification:
             logits = self._target.logits(features[wanted])
             self._accept(decoding, starting, logits)
         seconds = self._clock() - began
-        self._trees.verified(len(builder), seconds, has_prefill=bool(prefilling))
+        self._trees.verified(len(builder), seconds, has_prefill=bool(prefilling) or not is_alone)
         self._stats.add(metrics.VERIFY_SECONDS, seconds)
 
     def _accept(self, decoding: list[Decoding], starting: list[Sequence], logits: Tensor) -> None:

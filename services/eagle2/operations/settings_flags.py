@@ -7,7 +7,7 @@ from typing import Any
 
 _FLAGS = {
     "model": ("target", "draft", "draft_vocabulary", "dtype", "device", "max_model_len", "served_model_name"),
-    "engine": ("max_sequences", "kv_slots", "depth", "top_k", "num_draft_tokens", "tree_budget", "threads"),
+    "engine": ("max_sequences", "kv_slots", "depth", "top_k", "num_draft_tokens", "tree_budget", "overlap", "threads"),
     "http": ("host", "port"),
 }
 
@@ -33,6 +33,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-draft-tokens", type=int, metavar="N", help="nodes that are verified per step, at most")
     budget = "trees as large as pays at every step (default), or always of the largest size"
     parser.add_argument("--tree-budget", choices=("fixed", "adaptive"), help=budget)
+    overlap = "draft for one half of the batch while the other is verified; default: where that pays"
+    parser.add_argument("--overlap", choices=("auto", "on", "off"), help=overlap)
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of each service; default: all cores")
 
 

@@ -101,6 +101,12 @@ STALE_REPLIES = Metric("stale_replies_total", "counter", "Draft replies dropped 
 DRAFT_TIMEOUTS = Metric("draft_timeouts_total", "counter", "Steps that waited for their trees in vain.")
 NON_FINITE_DRAFTS = Metric("non_finite_drafts_total", "counter", "Trees missing because of a NaN or infinity.")
 FALLBACK_SECONDS = Metric("fallback_seconds_total", "counter", "Time decoded plainly for want of a proposer.")
+OVERLAPPED_STEPS = Metric(
+    "overlapped_steps_total", "counter", "Steps during which the proposer drafted for the other half of the batch."
+)
+OVERLAP_TRIALS = Metric(
+    "overlap_trials_total", "counter", "Times that halves, or the whole batch, were tried for a few steps."
+)
 DRAFT_SECONDS = Metric("draft_seconds_total", "counter", "Time that steps waited for their trees.")
 DRAFT_ROWS_SENT = Metric("draft_rows_sent_total", "counter", "Head rows whose features the proposer was sent.")
 DRAFT_ROWS_FOUND = Metric(
@@ -160,6 +166,8 @@ VERIFIER_METRICS = (
     DRAFT_TIMEOUTS,
     NON_FINITE_DRAFTS,
     FALLBACK_SECONDS,
+    OVERLAPPED_STEPS,
+    OVERLAP_TRIALS,
     DRAFT_SECONDS,
     DRAFT_ROWS_SENT,
     DRAFT_ROWS_FOUND,
