@@ -1,0 +1,1 @@
+"""This engine beside other programs: the same prompts, weights and number format, in one run."""
