@@ -6,14 +6,13 @@ import json
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from eagle2.errors import ConfigError, ModelError
+from eagle2.errors import ConfigError
 from eagle2.evaluation.calibration import (
     brier_score,
     calibration_json,
@@ -29,8 +28,6 @@ from eagle2.evaluation.recalibration import (
     calibration_report,
     fit_line,
     fit_recalibration,
-    read_recalibration,
-    write_recalibrations,
 )
 from eagle2.transport.base import ProposerLink
 from eagle2.transport.messages import DraftEntry, DraftReply, DraftStatus, DraftStep, DraftTree
@@ -394,47 +391,6 @@ def test_one_text_alone_gives_errors_and_no_recalibration() -> None:
     report = calibration_report(as_observations(sharpened(500, 2.0, sequences=1)))
     assert report["recalibration"] is None
     assert report["steps"]["count"] == 500
-    with pytest.raises(ConfigError, match="At temperature 0 too little was observed"):
-        write_recalibrations(Path("nowhere"), {0.0: report}, {})
-
-
-def test_a_recalibration_is_kept_beside_the_head_by_sampling_temperature(tmp_path: Path) -> None:
-    reports = {t: calibration_report(as_observations(sharpened(4_000, 2 + t))) for t in (0.0, 1.0)}
-    path = write_recalibrations(tmp_path, reports, {"prompts": "some"})
-    values = json.loads(path.read_text())
-    assert values["measured"] == {"prompts": "some"}
-    sharp = values["recalibrations"][1]
-    assert sharp["sampling_temperature"] == 1.0
-    assert sharp["held_out"]["after"]["ece"] < sharp["held_out"]["before"]["ece"]
-    for asked, kept in ((0.0, 0.0), (0.3, 0.0), (0.7, 1.0), (1.5, 1.0)):
-        found = read_recalibration(tmp_path, asked)
-        assert found is not None
-        assert asdict(found.overall) == reports[kept]["recalibration"]["overall"]
-        assert [asdict(line) for line in found.by_depth] == list(reports[kept]["recalibration"]["by_depth"])
-    assert [file.name for file in tmp_path.iterdir()] == ["calibration.json"]
-    assert read_recalibration(tmp_path / "elsewhere", 0.0) is None
-
-
-FALLING = '{"sampling_temperature": 0, "overall": {"slope": -1, "bias": 0}, "by_depth": []}'
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("{", "is no recalibration of a draft head"),
-        ("[]", "is no recalibration of a draft head"),
-        ('{"version": 1, "recalibrations": []}', "is no recalibration of a draft head"),
-        ('{"version": 2}', "has version 2, and 1 can be read"),
-        (
-            f'{{"version": 1, "recalibrations": [{FALLING}]}}',
-            "has a line that does not rise: Line.slope=-1.0, bias=0.0",
-        ),
-    ],
-)
-def test_a_file_that_is_none_is_refused(tmp_path: Path, text: str, sentence: str) -> None:
-    (tmp_path / "calibration.json").write_text(text)
-    with pytest.raises(ModelError, match=sentence):
-        read_recalibration(tmp_path, 0.0)
 
 
 def test_a_line_needs_samples_and_stays_within_reason() -> None:

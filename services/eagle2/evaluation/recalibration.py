@@ -7,21 +7,15 @@ of siblings stays, so the map changes what a tree is expected to yield and not w
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from eagle2.errors import ConfigError, ModelError
+from eagle2.errors import ConfigError
 from eagle2.evaluation.calibration import SMALLEST, calibration_json, calibration_of
 from eagle2.evaluation.observations import Booleans, Floats, Integers, Observations, Samples
-from eagle2.training.checkpoint import write_atomically
 
-CALIBRATION_FILE = "calibration.json"
-_VERSION = 1
 _FEWEST = 100  # samples of a depth that has a line of its own
 _STEPS = 50  # of Newton's method, which needs about six
 
@@ -137,68 +131,6 @@ def calibration_report(observations: Observations) -> dict[str, Any]:
         },
     }
     return report
-
-
-def write_recalibrations(folder: Path, reports: Mapping[float, Mapping[str, Any]], measured: Mapping[str, Any]) -> Path:
-    """``calibration.json`` beside a head: what ``calibration_report`` found, by sampling temperature.
-
-    Acceptance depends on it: a greedy target takes a likely token more often than its probability says. ``measured``
-    says on what it was found (prompts, tree, date). Raises ``ConfigError`` for a report without a recalibration.
-    """
-    entries = []
-    for temperature, report in sorted(reports.items()):
-        found = report["recalibration"]
-        if found is None:
-            raise ConfigError(f"At temperature {temperature:g} too little was observed for a recalibration.")
-        held_out = found["held_out"]
-        entries.append(
-            {
-                "sampling_temperature": temperature,
-                "overall": found["overall"],
-                "by_depth": list(found["by_depth"]),
-                "trees": report["trees"],
-                "held_out": {
-                    name: _summary(value)
-                    for name, value in held_out.items()
-                    if name.split("_")[-1] in ("before", "after")
-                },
-            }
-        )
-    values = {"version": _VERSION, "measured": dict(measured), "recalibrations": entries}
-    path = folder / CALIBRATION_FILE
-    write_atomically(path, (json.dumps(values, indent=2) + "\n").encode())
-    return path
-
-
-def read_recalibration(folder: Path, sampling_temperature: float) -> Recalibration | None:
-    """The recalibration beside a head that was found nearest to this sampling temperature; None without the file.
-
-    Raises ``ModelError`` for a file that is not one of ``write_recalibrations``.
-    """
-    path = folder / CALIBRATION_FILE
-    if not path.is_file():
-        return None
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        if values["version"] != _VERSION:
-            raise ModelError(f"{path} has version {values['version']!r}, and {_VERSION} can be read.")
-        entries = values["recalibrations"]
-        nearest = min(entries, key=lambda entry: abs(float(entry["sampling_temperature"]) - sampling_temperature))
-        overall, *by_depth = (
-            Line(float(line["slope"]), float(line["bias"])) for line in (nearest["overall"], *nearest["by_depth"])
-        )
-    except ModelError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{path} is no recalibration of a draft head: {error!r}.") from None
-    for line in (overall, *by_depth):
-        if not (0 < line.slope < float("inf") and abs(line.bias) < float("inf")):
-            raise ModelError(f"{path} has a line that does not rise: {line}.")
-    return Recalibration(overall, tuple(by_depth))
-
-
-def _summary(calibration: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: calibration[key] for key in ("count", "ece", "ece_equal_mass", "brier", "log_loss")}
 
 
 def _logit(probability: Floats) -> Floats:
