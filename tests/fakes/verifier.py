@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 
-from eagle2.protocol import Commit, GenerationRequest, ModelDescription, Usage
+from eagle2.protocol import Commit, ErrorCode, GenerationRequest, ModelDescription, Usage
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
@@ -55,7 +55,8 @@ class ForcedVerifier:
     """Yields ``texts``, one commit each (their bytes are their ids), then ends with ``stop``.
 
     ``before`` is raised instead of the first commit and ``after`` behind the last one; an ``error`` is reported in a
-    last commit. ``pause_s`` passes before every commit; ``endless`` repeats the texts until the reader closes.
+    last commit, with its ``error_code``. ``pause_s`` passes before every commit; ``endless`` repeats the texts until the
+    reader closes.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class ForcedVerifier:
         before: Exception | None = None,
         after: Exception | None = None,
         error: str | None = None,
+        error_code: ErrorCode | None = None,
         pause_s: float = 0.0,
         endless: bool = False,
         stats: dict[str, float] | None = None,
@@ -75,6 +77,7 @@ class ForcedVerifier:
         self.before = before
         self.after = after
         self.error = error
+        self.error_code = error_code
         self.pause_s = pause_s
         self.endless = endless
         self.counters = stats or {}
@@ -128,7 +131,7 @@ class ForcedVerifier:
         if self.after is not None:
             raise self.after
         if self.error is not None:
-            yield Commit((), "", "error", None, self.error)
+            yield Commit((), "", "error", None, self.error, self.error_code)
 
 
 class CountingVerifier(ForcedVerifier):

@@ -209,6 +209,19 @@ async def test_errors_in_a_stream_are_events(how: dict[str, Any], caplog: pytest
         assert last["error"]["message"] == "The target stumbled."
 
 
+async def test_a_deadline_that_passed_is_a_504_or_an_event() -> None:
+    sentence = "The deadline passed after 3 tokens of the answer."
+    verifier = ForcedVerifier(["abc"], error=sentence, error_code="deadline_exceeded")
+    async with client_of(verifier) as client:
+        whole = await client.post("/v1/chat/completions", json=CHAT)
+        streamed = await client.post("/v1/chat/completions", json={**CHAT, "stream": True})
+    expected = {"message": sentence, "type": "server_error", "param": None, "code": "deadline_exceeded"}
+    assert (whole.status_code, whole.json()) == (504, {"error": expected})
+    *chunks, last = events(streamed.content)
+    assert (streamed.status_code, last) == (200, {"error": expected})
+    assert "".join(text_of(chunk) for chunk in chunks) == "abc"
+
+
 async def test_an_iterator_that_just_ends_is_an_error() -> None:
     async with client_of(ForcedVerifier([])) as client:
         response = await client.post("/v1/completions", json=PROMPT)
