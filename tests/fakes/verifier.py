@@ -55,8 +55,8 @@ class ForcedVerifier:
     """Yields ``texts``, one commit each (their bytes are their ids), then ends with ``stop``.
 
     ``before`` is raised instead of the first commit and ``after`` behind the last one; an ``error`` is reported in a
-    last commit, with its ``error_code``. ``pause_s`` passes before every commit; ``endless`` repeats the texts until the
-    reader closes.
+    last commit, with its ``error_code``. ``pause_s`` passes before every commit; ``endless`` repeats the texts until
+    the reader closes.
     """
 
     def __init__(
