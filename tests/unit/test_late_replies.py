@@ -5,6 +5,7 @@ That tokens are right proves little here, since the target judges every tree: so
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -196,3 +197,22 @@ def test_depth_0_followed_by_depth_5_for_the_same_cycle(
     answers, verified, dropped = meddled(wire, tmp_path, twice, shape=shape)
     assert outcomes(answers) == outcomes(undisturbed(shape=shape)) == outcomes(alone)
     assert (verified, dropped) == (0, 3 if how == "one reply" else 1)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_the_last_reply_of_all_is_late(wire: str, alone: list[Answer], tmp_path: Path) -> None:
+    """It comes when nobody decodes any more, and is taken: the gauges tell what the proposer holds now."""
+    with paired(wire, tmp_path, timeout_s=0.05) as (kit, handler, meddler):
+        answers = [kit.submit(one) for one in REQUESTS]
+        step_until(kit, lambda: min(len(answer.ids) for answer in answers) >= 60)
+        meddler.hold()
+        kit.run()
+        assert outcomes(answers) == outcomes(alone)
+        assert kit.stats.get(metrics.KV_SLOTS_USED, side="draft") > 0, "as far as has been heard"
+        meddler.release()
+        limit = time.monotonic() + 10
+        while kit.stats.get(metrics.KV_SLOTS_USED, side="draft"):
+            assert time.monotonic() < limit, "nobody has asked"
+            kit.engine.step()
+        assert handler.pool.num_used == 0
+        assert kit.stats.get(metrics.PAIRINGS) == 1

@@ -96,8 +96,9 @@ class Pair:
         self._closed.append(sequence)
 
     def flush(self) -> None:
-        """Send what ``forget`` has gathered when no step is going to carry it; not while a question is open."""
-        if self._closed and self._open is None and self.poll():
+        """Without a step to carry it: send what ``forget`` has gathered, and take an answer that is owed, which says
+        what the proposer holds. Not while a question is open."""
+        if self._open is None and self.poll() and self._is_free() and self._closed:
             self.draft([], TreeShape(1, 1, 1))
 
     def draft(self, entries: Sequence[DraftEntry], shape: TreeShape) -> Trees:
