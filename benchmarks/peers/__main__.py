@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     running.add_argument("--prompts", type=Path, metavar="FILE", help="questions in JSONL; default as `eagle2 bench`")
     running.add_argument("--limit", type=int, default=10, metavar="N", help="questions (default 10)")
     running.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens an answer (default 128)")
-    running.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds (default 3)")
+    running.add_argument("--rounds", type=int, default=2, metavar="N", help="rounds (default 2)")
     cores = len(os.sched_getaffinity(0))
     running.add_argument("--threads", type=int, default=cores, metavar="N", help="of every system; default: all cores")
     running.add_argument("--out", type=Path, metavar="DIR", help="write the report there too")

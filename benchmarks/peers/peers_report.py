@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.peers.peers import OFF, TRANSFORMERS
 from benchmarks.peers.workers import Worker
-from eagle2.evaluation.load.intervals import paired_ratio
+from eagle2.evaluation.load.intervals import Ratio, paired_ratio
 from eagle2.evaluation.report import markdown_table
 from eagle2.evaluation.speed import Run, differences, speed_of
 
@@ -32,8 +32,7 @@ def peers_text(workers: Sequence[Worker], runs: Sequence[Run]) -> str:
         cells = [f"{median(own['decode_rates']):.1f}", f"{median(own['total_rates']):.1f}", f"{own['cpu_rate']:.1f}"]
         cells += [f"{own['first_token_s']:.2f}", f"{own['tau']:.2f}" if own["tau"] else ""]
         for reference in references:
-            speeds = (speed_of(system, runs).decode_rates for system in (name, reference))
-            cells.append("1.00" if name == reference else str(paired_ratio(*speeds)))
+            cells.append("1.00" if name == reference else str(times(name, reference, runs)))
         if OFF in names:
             cells.append(f"{own['same_answers']} of {prompts}")
         rows.append([name, *cells])
@@ -50,16 +49,28 @@ def peers_text(workers: Sequence[Worker], runs: Sequence[Run]) -> str:
 def peers_json(workers: Sequence[Worker], runs: Sequence[Run]) -> dict[str, Any]:
     """Summaries, and every single run. ``cpu_rate``: all tokens by all CPU time of a system's processes."""
     systems: dict[str, Any] = {}
+    names = [worker.name for worker in workers]
     for worker in workers:
         own = [run.generation for run in runs if run.system == worker.name]
         systems[worker.name] = {
             **asdict(speed_of(worker.name, runs)),
             # The first answers were the warm-up.
             "cpu_rate": sum(len(g.token_ids) for g in own) / max(sum(worker.cpu_s[-len(own) :]), 1e-9),
+            "times": {name: asdict(times(worker.name, name, runs)) for name in _REFERENCES if name in names},
             "same_answers": _same(worker.name, runs),
             **worker.about,
         }
     return {"systems": systems, "runs": [asdict(run) for run in runs]}
+
+
+def times(system: str, reference: str, runs: Sequence[Run]) -> Ratio:
+    """How many times as fast in decoding, answer by answer: those to one prompt in one round are pairs."""
+    rates = {(run.system, run.round, run.prompt): run.generation.decode_rate for run in runs}
+    answers = [(number, prompt) for name, number, prompt in rates if name == system]
+    pairs = [(rates[system, *answer], rates[reference, *answer]) for answer in answers]
+    # An answer of one token has no rate.
+    both = [pair for pair in pairs if all(pair)]
+    return paired_ratio([ours for ours, _ in both], [theirs for _, theirs in both])
 
 
 def lost(workers: Sequence[Worker], runs: Sequence[Run]) -> int:

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.peers.peers import OFF, TRANSFORMERS, Places, start_peer
-from benchmarks.peers.peers_report import lost, peers_json, peers_text
+from benchmarks.peers.peers_report import lost, peers_json, peers_text, times
 from benchmarks.peers.workers import ADAPTERS, Worker
 from eagle2.errors import ConfigError, UnavailableError
-from eagle2.evaluation.speed import measure_speed
+from eagle2.evaluation.measure import Generation
+from eagle2.evaluation.speed import Run, measure_speed
 
 # Counts on from the prompt's last token; makes noise on stdout, as libraries do.
 _COUNTING = """
@@ -93,6 +94,21 @@ def test_other_tokens_of_ours_are_counted_as_lost(tmp_path: Path) -> None:
     with _worker(tmp_path, OFF) as plain, _worker(tmp_path, "eagle2, adaptive", stride=2) as tree:
         runs = measure_speed({worker.name: worker for worker in (plain, tree)}, {"p": (1,)}, 4, 2, lambda _: None)
     assert lost([plain, tree], runs) == 2
+
+
+def test_times_are_of_pairs_of_answers() -> None:
+    # Twice as fast on one prompt and eight times on the other: four times. A single token has no rate.
+    seconds = {("a", "p"): 2.0, ("b", "p"): 4.0, ("a", "q"): 1.0, ("b", "q"): 8.0}
+    runs = [
+        Run(number, system, prompt, Generation((1,) * 9, 1.0, 1.0 + taken * number))
+        for (system, prompt), taken in seconds.items()
+        for number in (1, 2)
+    ]
+    runs += [Run(1, system, "r", Generation((1,), 1.0, 1.0)) for system in "ab"]
+    ratio = times("a", "b", runs)
+    assert ratio.mean == pytest.approx(4.0)
+    assert ratio.interval is not None
+    assert ratio.interval[0] < 4.0 < ratio.interval[1]
 
 
 def test_a_peer_that_was_not_built_says_how(tmp_path: Path) -> None:
