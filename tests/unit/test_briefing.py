@@ -5,7 +5,9 @@ Answers, cycles and accepted drafts must be those of a pair that keeps nothing.
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +17,9 @@ from eagle2.protocol import GenerationRequest
 from eagle2.telemetry import metrics
 from eagle2.transport.base import ProposerLink
 from eagle2.transport.messages import DraftStep
-from fakes.engines import PROMPTS, Answer, EngineKit, draft_head, prompt_ids, request
+from eagle2.transport.node import NodeLink
+from eagle2.transport.server import NodeServer
+from fakes.engines import INCARNATION, PROMPTS, Answer, EngineKit, draft_head, prompt_ids, request
 from fakes.links import DelayedLink, DuplicatingLink, DyingLink, StaleLink, WrappedLink
 
 SYSTEM = "the grey keeper of the harbour answers briefly, in plain words, and never speaks of the weather. " * 2
@@ -216,6 +220,30 @@ def test_late_and_doubled_answers_change_no_text(link: type[WrappedLink]) -> Non
         answer = kit.answer(asked)
         assert answer.ids == cold(asked)[0].ids
         history += answer.ids
+
+
+def test_turns_over_a_socket() -> None:
+    """Openings, answers and counts as they are within one process."""
+    handler = draft_head()
+    with tempfile.TemporaryDirectory(prefix="e2") as folder:
+        server = NodeServer(Path(folder) / "p.sock", handler, INCARNATION, fingerprint="m")
+
+        def connect(_: ProposerLink) -> ProposerLink:
+            return NodeLink.connect(server.path, verifier_incarnation=1, fingerprint="m", timeout_s=10)
+
+        kit = EngineKit(handler, wrap=connect)
+        history = list(prompt_ids(SYSTEM))
+        for line in ("who? ", "and then? "):
+            before = kit.stats.get(metrics.DRAFT_ROWS_FOUND)
+            known = len(history)
+            history += line.encode()
+            asked = request(history, max_tokens=16, ignore_eos=True)
+            answer = kit.answer(asked)
+            assert outcome(answer) == outcome(cold(asked)[0])
+            history += answer.ids
+        assert known - 10 <= kit.stats.get(metrics.DRAFT_ROWS_FOUND) - before < known
+        kit.engine.stop()
+        server.close()
 
 
 def test_a_drafter_short_of_slots_forgets_before_it_refuses() -> None:
