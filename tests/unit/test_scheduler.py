@@ -179,6 +179,35 @@ def test_prompts_are_read_one_after_the_other_interactive_ones_first() -> None:
     assert plan == [(first, 40), (second, 40), (batch, 20)]
 
 
+def test_a_short_prompt_need_not_wait_for_a_long_one() -> None:
+    machine = Machine(max_sequences=5)
+    long, short, other = machine.submit(prompt=500), machine.submit(prompt=50), machine.submit(prompt=30)
+    middling, batch = machine.submit(prompt=51), machine.submit("batch", prompt=10)
+    machine.scheduler.admit()
+    plan = machine.scheduler.plan_prefill(Allowance(100))
+    assert plan == [(short, 50), (long, 50)], "one a step, which takes half of it at most"
+    short.table.extend(50)
+    assert machine.scheduler.plan_prefill(Allowance(100)) == [(other, 30), (long, 70)]
+    other.table.extend(30)
+    assert machine.scheduler.plan_prefill(Allowance(100)) == [(long, 100)], "neither the middling nor the batch one"
+    long.table.extend(450)
+    assert machine.scheduler.plan_prefill(Allowance(100)) == [(long, 50), (middling, 50)]
+    assert batch in machine.scheduler.running
+
+
+def test_a_stream_of_short_prompts_takes_half_of_a_long_ones_speed_at_most() -> None:
+    machine = Machine(max_sequences=3, num_slots=3000, chunk=64)
+    long = machine.submit(prompt=1280, output=1)
+    for _ in range(42):
+        while len(machine.scheduler.waiting) < 4:
+            machine.submit(prompt=32, output=1)
+        machine.step()
+        if long in machine.ended:
+            break
+    assert long in machine.ended, "40 steps at half speed"
+    assert len(machine.ended) > 20
+
+
 @pytest.mark.parametrize("places", [1, 2, 3, 4, 8])
 def test_an_endless_stream_of_interactive_requests_starves_no_batch_request(places: int) -> None:
     """As many interactive requests as fit twice are always there; batch ones get their share and no more."""

@@ -10,7 +10,7 @@ from eagle2.engine.reuse import PrefixReuse
 from eagle2.engine.sequence import Sequence
 from eagle2.kv_cache.slots import SlotPool
 
-# While batch requests wait, so many interactive ones are admitted before the oldest batch one is promoted; at most this
+# When so many interactive requests came in while batch ones waited, the oldest batch one is promoted; at most this
 # part of the places, one at least, is in the hands of promoted ones at a time.
 _PASSED_OVER = 3
 _PROMOTED_SHARE = 0.25
@@ -48,7 +48,7 @@ class Scheduler:
         """
         for sequence in self.running:
             self._reuse.take(sequence)
-        preempted = []
+        preempted, num_interactive = [], 0
         while self.waiting:
             head = self.waiting[0]
             while not self._has_room_for(head) and self._can_make_room_for(head):
@@ -58,7 +58,8 @@ class Scheduler:
             self.waiting.pop(0)
             self._reuse.take(head)
             insort(self.running, head, key=_rank)
-            self._promote_after(head)
+            num_interactive += head.request.priority == "interactive"
+        self._promote(num_interactive)
         return preempted
 
     def _has_room_for(self, head: Sequence) -> bool:
@@ -80,15 +81,15 @@ class Scheduler:
         need = _promised(stay) + self._reuse.num_to_allocate(head)
         return not stay or need <= self._pool.num_available + freed
 
-    def _promote_after(self, admitted: Sequence) -> None:
-        """Count an interactive request that passed batch ones, and promote the oldest of these when it is their turn.
+    def _promote(self, num_admitted: int) -> None:
+        """Count interactive requests that came in while batch ones still wait, and promote the oldest of these when it
+        is their turn.
 
         A running one may be the oldest: it can then no longer be preempted for a waiting one.
         """
-        passed_over = bool(self.waiting) and self.waiting[-1].is_deferrable
-        if admitted.request.priority == "batch" or not passed_over:
+        if not num_admitted or not self.waiting or not self.waiting[-1].is_deferrable:
             return
-        self._num_passed += 1
+        self._num_passed += num_admitted
         promoted = sum(sequence.promoted for sequence in [*self.running, *self.waiting])
         if self._num_passed < _PASSED_OVER or promoted >= self._most_promoted:
             return
@@ -99,18 +100,34 @@ class Scheduler:
         self.waiting.sort(key=_rank)
 
     def plan_prefill(self, allowance: Allowance) -> list[tuple[Sequence, int]]:
-        """How many prompt tokens of which sequence this step takes: first in rank first, as far as ``allowance`` goes.
-
-        One prompt after the other: shared between them, all would get their first token as late as the last one.
-        """
+        """How many prompt tokens of which sequence this step takes, as far as ``allowance`` goes."""
         plan: list[tuple[Sequence, int]] = []
-        for sequence in self.running:
+        for sequence in self._reading(allowance):
             start = len(sequence.table)
             count = allowance.fit(start, sequence.num_to_prefill)
             if count > 0 and not self._reuse.is_coming(sequence, count, plan):
                 plan.append((sequence, count))
                 allowance.take(start, count)
         return plan
+
+    def _reading(self, allowance: Allowance) -> list[Sequence]:
+        """Those that read, in the order in which they do: first in rank first, and one prompt after the other. Shared
+        between them, all would get their first token as late as the last one.
+
+        But while the first one needs more than this step, one prompt of its class that takes at most half of the step
+        goes before it: a question need not wait for a document, which is read at half speed at the least.
+        """
+        reading = [sequence for sequence in self.running if sequence.num_to_prefill > 0]
+        if not reading:
+            return []
+        first = reading[0]
+        most = allowance.fit(len(first.table), allowance.tokens)
+        if first.num_to_prefill > most:
+            for sequence in reading:
+                if sequence.num_to_prefill <= most // 2 and sequence.is_deferrable == first.is_deferrable:
+                    reading.remove(sequence)
+                    return [sequence, *reading]
+        return reading
 
     def preempt_newest(self) -> Sequence | None:
         """Take the newest sequence of the lowest class out of the batch and back to the queue; its
