@@ -194,7 +194,7 @@ def test_logits_that_are_no_numbers_end_only_that_request(expected: list[list[in
     kit = EngineKit(None)
     logits = kit.target.logits
     broken = 2
-    kit.target.logits = lambda features: _with_nan_row(logits(features), broken)  # type: ignore[method-assign]
+    kit.target.logits = lambda *rows: _with_nan_row(logits(*rows), broken)  # type: ignore[method-assign]
     answers = [kit.submit(one) for one in REQUESTS]
     kit.run()
     assert answers[broken].finish_reason == "error"

@@ -17,6 +17,7 @@ from eagle2.engine.budget import AdaptiveBudget
 from eagle2.engine.costs import CostCurve, DraftCosts, sizes_up_to
 from eagle2.engine.draft import DraftRunner
 from eagle2.engine.engine import Engine, EngineLimits
+from eagle2.engine.graphs import GraphLimits
 from eagle2.engine.head import beam_slots
 from eagle2.engine.measuring import measure_target
 from eagle2.engine.pair import Connect, Pair
@@ -126,6 +127,7 @@ def load_draft_runner(settings: Settings, checkpoint: Checkpoint, incarnation: i
         incarnation=incarnation,
         vocab_size=checkpoint.vocab_size,
         prefix_cache=settings.engine.prefix_cache,
+        graphs=graph_limits(settings, checkpoint),
     )
     runner.warm_up()
     return runner
@@ -178,7 +180,8 @@ def build_engine(
         retry_s=settings.pair.retry_s,
     )
     logger.info("%s runs in %s on %s with %d KV slots.", checkpoint.folder.name, checkpoint.dtype, model.device, slots)
-    target = TargetRunner(model, slots, vocab_size=checkpoint.vocab_size)
+    graphs = graph_limits(settings, checkpoint)
+    target = TargetRunner(model, slots, vocab_size=checkpoint.vocab_size, graphs=graphs)
     target.warm_up()
     return Engine(
         target,
@@ -221,6 +224,19 @@ def served_name(model: ModelSettings) -> str:
         return EMBEDDED_NAME
     path = Path(model.target).expanduser()
     return path.resolve().name.removesuffix(".gguf") if path.exists() else model.target.partition("@")[0]
+
+
+def graph_limits(settings: Settings, checkpoint: Checkpoint) -> GraphLimits | None:
+    """What a GPU's forwards are recorded for: all trees of a full batch, and prompts in pieces. None on a CPU."""
+    if checkpoint.device.type != "cuda":
+        return None
+    engine = settings.engine
+    return GraphLimits(
+        max_rows=engine.max_sequences * (engine.num_draft_tokens + 1) + engine.prefill_chunk,
+        max_sequences=engine.max_sequences,
+        max_context=checkpoint.max_model_len,
+        max_path=engine.depth + 1,
+    )
 
 
 def tree_shape(settings: Settings) -> TreeShape:

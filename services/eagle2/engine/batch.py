@@ -10,6 +10,8 @@ import torch
 from eagle2.kv_cache.slots import Slots
 from eagle2.models.rows import Rows
 
+_HOST = torch.device("cpu")
+
 
 class RowsBuilder:
     """Collects the new rows of one sequence after another, then makes ``Rows`` of them."""
@@ -40,7 +42,7 @@ class RowsBuilder:
         own = np.take_along_axis(paths, depths[:, None], axis=1)[:, 0]
         self._add(tokens, len(table) + depths, own, table, np.full(len(depths), len(table)), paths)
 
-    def build(self, device: torch.device) -> Rows:
+    def build(self, device: torch.device = _HOST) -> Rows:
         width = max((len(table) for table in self._tables), default=0)
         tables = np.zeros((len(self._tables), max(width, 1)), dtype=np.int32)
         for row, table in zip(tables, self._tables, strict=True):
@@ -51,7 +53,7 @@ class RowsBuilder:
             paths[begin : begin + len(part), : part.shape[1]] = part
 
         def tensor(array: np.ndarray, dtype: type) -> torch.Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array, dtype=dtype)).to(device)
+            return torch.from_numpy(np.ascontiguousarray(array, dtype=dtype))
 
         return Rows(
             tokens=tensor(np.array(self._tokens), np.int64),
@@ -62,7 +64,7 @@ class RowsBuilder:
             lengths=tensor(np.concatenate(self._lengths), np.int32),
             paths=tensor(paths, np.int32),
             path_lengths=tensor((paths >= 0).sum(axis=1), np.int32),
-        )
+        ).to(device)
 
     def _add(
         self,

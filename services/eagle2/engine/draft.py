@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from eagle2.engine.batch import RowsBuilder
+from eagle2.engine.expansion import Expansion
+from eagle2.engine.graphs import GraphLimits, on_device
 from eagle2.engine.head import Beam, HeadRunner, beam_slots
 from eagle2.engine.head_rows import HeadRows
 from eagle2.kv_cache.slots import SlotPool, Slots
@@ -33,7 +35,8 @@ class DraftRunner:
     """A ``DraftHandler``: the draft head, and the rows held of each sequence.
 
     ``vocab_size`` bounds the ids that may be drafted. ``prefix_cache``: whether rows are kept for later sequences that
-    begin alike. ``policy`` makes the trees; measurements set other ones.
+    begin alike. ``policy`` makes the trees; measurements set other ones. ``graphs``: up to these limits forwards and
+    expansions are recorded; for GPUs.
     """
 
     def __init__(
@@ -45,10 +48,14 @@ class DraftRunner:
         vocab_size: int | None = None,
         prefix_cache: bool = True,
         policy: Policy = draft_trees,
+        graphs: GraphLimits | None = None,
     ) -> None:
         self.policy = policy
         self._incarnation = incarnation
-        self._head = HeadRunner(model, num_slots, vocab_size=vocab_size)
+        self._head = HeadRunner(model, num_slots, vocab_size=vocab_size, graphs=graphs)
+        # On a CPU trees grow step by step on the host, where nothing has to wait.
+        on_gpu = model.device.type != "cpu" or graphs is not None
+        self._expansion = Expansion(self._head, graphs) if on_gpu else None
         self._rows = HeadRows(self._head.pool, enabled=prefix_cache)
 
     @property
@@ -127,7 +134,7 @@ class DraftRunner:
             return DraftStatus.MISSING
         self._rows.truncate(entry.sequence, entry.base)
         try:
-            features = features_as(entry.features, self.model.dtype).to(self.model.device)
+            features = features_as(entry.features, self.model.dtype)
         except FeatureRangeError:
             return DraftStatus.NON_FINITE
         if not bool(features.isfinite().all()):
@@ -142,12 +149,15 @@ class DraftRunner:
     def _draft(self, builder: RowsBuilder, taken: list[_Taken], shape: TreeShape, trees: dict[int, DraftTree]) -> None:
         """One forward of all new rows, then the trees of those that asked for one; fills ``trees`` by place."""
         features = torch.cat([item.features for item in taken])
-        outputs = self._head.forward(builder.build(self._head.device), features)
-        last = outputs[[item.last_row for item in taken]]
-        sound = last.isfinite().all(dim=1).tolist()
-        drafting = [i for i, item in enumerate(taken) if item.entry.draft and sound[i]]
-        if drafting:
-            self._grow(last[drafting], [taken[i] for i in drafting], shape, trees)
+        outputs = self._head.forward(builder.build(), features)
+        last = outputs[on_device(torch.tensor([item.last_row for item in taken]), self._head.device)]
+        if self._expansion is not None:
+            sound = self._grow_on_device(self._expansion, last, taken, shape, trees)
+        else:
+            sound = last.isfinite().all(dim=1).tolist()
+            drafting = [i for i, item in enumerate(taken) if item.entry.draft and sound[i]]
+            if drafting:
+                self._grow(last[drafting], [taken[i] for i in drafting], shape, trees)
         for i, item in enumerate(taken):
             if sound[i]:
                 self._rows.share(item.entry.sequence, has_tree=item.entry.draft)
@@ -167,6 +177,27 @@ class DraftRunner:
         for i, item in enumerate(items):
             nodes = self.model.ids_of(tree.tokens[i, 1:]).cpu(), tree.parents[i, 1:].cpu(), tree.scores[i, 1:].cpu()
             trees[item.place] = self._reply(item.entry, DraftStatus.OK, *nodes)
+
+    def _grow_on_device(
+        self, expansion: Expansion, last: Tensor, taken: list[_Taken], shape: TreeShape, trees: dict[int, DraftTree]
+    ) -> list[bool]:
+        """As ``_grow``, in one go with the check whether outputs are made of numbers, which it returns for all."""
+        drafting = [i for i, item in enumerate(taken) if item.entry.draft]
+        if len(drafting) == len(taken):
+            sound = [True] * len(taken)
+        else:  # rows of prompts: nothing that a cycle waits for
+            sound = last.isfinite().all(dim=1).tolist()
+            last = last[on_device(torch.tensor(drafting, dtype=torch.int64), self._head.device)]
+        if drafting:
+            items = [taken[i] for i in drafting]
+            roots, contexts = [int(item.entry.tokens[-1]) for item in items], [item.slots for item in items]
+            grown = expansion.grow(last, roots, contexts, shape, self.policy)
+            for i, item, is_sound, *nodes in zip(
+                drafting, items, grown.is_sound, grown.tokens, grown.parents, grown.scores, strict=True
+            ):
+                sound[i] = is_sound
+                trees[item.place] = self._reply(item.entry, DraftStatus.OK, *nodes)
+        return sound
 
     def _reply(self, entry: DraftEntry, status: DraftStatus, *nodes: Tensor) -> DraftTree:
         if not nodes:

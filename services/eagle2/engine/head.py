@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from eagle2.engine.batch import RowsBuilder
+from eagle2.engine.graphs import ForwardGraphs, GraphLimits, on_device
 from eagle2.kv_cache.slots import SlotPool, Slots
 from eagle2.models.draft import DraftModel
 from eagle2.models.rows import Rows
@@ -20,22 +21,45 @@ class HeadRunner:
 
     ``vocab_size`` bounds the ids that may be drafted (a padded lm_head has more rows than the tokenizer has ids).
     Trees are grown over the columns of the head's logits; ids take their place where a tree meets the head or leaves.
+    ``graphs``: forwards up to these limits are recorded; for GPUs.
     """
 
-    def __init__(self, model: DraftModel, num_slots: int, *, vocab_size: int | None = None) -> None:
+    def __init__(
+        self,
+        model: DraftModel,
+        num_slots: int,
+        *,
+        vocab_size: int | None = None,
+        graphs: GraphLimits | None = None,
+    ) -> None:
         self._vocab_size = vocab_size or model.config.vocab_size
         assert model.token_ids is None or int(model.token_ids.max()) < self._vocab_size, "ids that cannot come out"
         self.model = model
         self.pool = SlotPool(num_slots)
         self._kv = model.new_pool(num_slots)
+        self._graphs = None
+        if graphs is not None:
+            inputs = model.config.hidden_size, model.dtype
+            self._graphs = ForwardGraphs(self._compute_recorded, model.device, graphs, features=inputs)
 
     @property
     def device(self) -> torch.device:
         return self.model.device
 
     def forward(self, rows: Rows, features: Tensor) -> Tensor:
-        """Predicted next features (T, H). features (T, H): the target's, or a parent row's output."""
+        """Predicted next features (T, H), overwritten by the next forward. rows: on the host. features (T, H): the
+        target's, or a parent row's output."""
+        features = on_device(features, self.device)
+        outputs = None if self._graphs is None else self._graphs.run(rows, features)
+        return self.compute(rows.to(self.device), features) if outputs is None else outputs
+
+    def compute(self, rows: Rows, features: Tensor) -> Tensor:
+        """As ``forward``, launch by launch, of rows and features that are on the device."""
         return self.model.forward(rows, features, self._kv)
+
+    def _compute_recorded(self, rows: Rows, features: Tensor | None) -> Tensor:
+        assert features is not None
+        return self.compute(rows, features)
 
     def logits(self, features: Tensor) -> Tensor:
         """(T, H) -> (T, W) float32; columns beyond the vocabulary are -inf."""

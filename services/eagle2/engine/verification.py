@@ -56,15 +56,17 @@ class Verification:
         began = self._clock()
         builder = RowsBuilder()
         wanted: list[int] = []  # rows whose logits are needed
-        for item in decoding:
-            paths = item.tree.paths()[0].numpy()
-            wanted.extend(range(len(builder), len(builder) + item.tree.num_nodes))
-            builder.add_nodes(
-                item.sequence.table.slots,
-                item.tree.tokens[0].tolist(),
-                item.tree.depths()[0].numpy(),
-                np.where(paths >= 0, item.slots[paths], -1).astype(np.int32),
-            )
+        tree = batched([item.tree for item in decoding]) if decoding else None
+        if tree is not None:
+            for item, depths, paths in zip(decoding, tree.depths().numpy(), tree.paths().numpy(), strict=True):
+                nodes = item.tree.num_nodes
+                wanted.extend(range(len(builder), len(builder) + nodes))
+                builder.add_nodes(
+                    item.sequence.table.slots,
+                    item.tree.tokens[0].tolist(),
+                    depths[:nodes],
+                    np.where(paths[:nodes] >= 0, item.slots[paths[:nodes]], -1).astype(np.int32),
+                )
         starting = []  # prompts that end here, without a token yet
         for sequence, count in prefilling:
             first = len(sequence.table) - count
@@ -72,25 +74,24 @@ class Verification:
             if not sequence.has_root and sequence.num_to_prefill == 0:
                 starting.append(sequence)
                 wanted.append(len(builder) - 1)
-        features = self._target.forward(builder.build(self._target.device))
+        features = self._target.forward(builder.build())
         for sequence, count in prefilling:
             self._stats.add(metrics.PREFILL_TOKENS, count)
             self._reuse.keep(sequence)
         if wanted:
-            logits = self._target.logits(features[wanted])
-            self._accept(decoding, starting, logits)
+            logits = self._target.logits(features, wanted)
+            self._accept(decoding, tree, starting, logits)
         seconds = self._clock() - began
         self._trees.verified(len(builder), seconds, has_prefill=bool(prefilling) or not is_alone)
         self._stats.add(metrics.VERIFY_SECONDS, seconds)
 
-    def _accept(self, decoding: list[Decoding], starting: list[Sequence], logits: Tensor) -> None:
-        """logits (T, V): of all nodes of all trees, then of the last row of each prompt that ends here."""
-        best = logits.max(dim=1)
-        sound = best.values.isfinite().tolist()
-        argmax = best.indices.cpu()
+    def _accept(self, decoding: list[Decoding], tree: Tree | None, starting: list[Sequence], logits: Tensor) -> None:
+        """tree: that of all of ``decoding``. logits (T, V): of all their nodes, then of the last row of each prompt
+        that ends here."""
+        argmax = self._target.best(logits)
+        sound = (argmax >= 0).tolist()
         firsts = np.cumsum([0, *(item.tree.num_nodes for item in decoding)])
-        if decoding:
-            tree = batched([item.tree for item in decoding])
+        if tree is not None:
             offsets = torch.from_numpy(firsts[:-1])
 
             def choose(sequences: Tensor, nodes: Tensor) -> Tensor:
@@ -153,7 +154,11 @@ class Verification:
 def _choose_at(item: Decoding, node: int, logits: Tensor) -> int:
     """The target's token after a tree node, with the counts of that node's own path."""
     sequence = item.sequence
-    path = [n for n in item.tree.paths()[0, node].tolist() if n > 0]
+    parents = item.tree.parents[0].tolist()
+    path: list[int] = []
+    while node > 0:
+        path.insert(0, node)
+        node = parents[node]
     counts = sequence.counts
     if counts is not None:
         counts = counts.with_path(item.tree.tokens[0, path].tolist())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -35,3 +36,14 @@ class Rows:
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
+
+    def to(self, device: torch.device) -> Rows:
+        """The same rows on ``device``; a GPU gets them all in one copy that nobody waits for."""
+        if self.tokens.device.type == device.type:
+            return self
+        parts = [getattr(self, name) for name in self.__slots__]
+        if device.type != "cuda":
+            return Rows(*(part.to(device) for part in parts))
+        flat = torch.cat([part.flatten().int() for part in parts]).pin_memory().to(device, non_blocking=True)
+        moved = flat.split([part.numel() for part in parts])
+        return Rows(*(new.view(part.shape).to(part.dtype) for new, part in zip(moved, parts, strict=True)))
