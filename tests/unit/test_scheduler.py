@@ -28,7 +28,7 @@ class Machine:
     ) -> None:
         self.pool = SlotPool(num_slots)
         self.scheduler = Scheduler(self.pool, max_sequences, PrefixReuse(self.pool, Recorder(), enabled=prefix_cache))
-        self.chunk = chunk
+        self.max_sequences, self.chunk = max_sequences, chunk
         self.ended: list[Sequence] = []
         self.failed: list[Sequence] = []
         self.num_preempted = 0
@@ -293,7 +293,7 @@ def _check_classes(machine: Machine) -> None:
     """No batch request runs that could make way for an interactive one that waits."""
     scheduler = machine.scheduler
     promoted = [s for s in [*scheduler.running, *scheduler.waiting] if s.promoted]
-    assert len(promoted) <= max(1, len(scheduler.running) // 4, 6 // 4)
+    assert len(promoted) <= max(1, machine.max_sequences // 4)
     scheduler.admit()
     if scheduler.waiting and not scheduler.waiting[0].is_deferrable and not scheduler.waiting[0].promoted:
         deferrable = [s for s in scheduler.running if s.is_deferrable]
