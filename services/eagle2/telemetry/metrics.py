@@ -70,7 +70,9 @@ NUM_REQUESTS_WAITING = Metric("num_requests_waiting", "gauge", "Sequences that w
 REQUEST_SUCCESS = Metric("request_success_total", "counter", "Sequences that ended on their own.", ("finished_reason",))
 NUM_REQUESTS_ABORTED = Metric("num_requests_aborted_total", "counter", "Sequences ended because their reader left.")
 NUM_REQUESTS_FAILED = Metric("num_requests_failed_total", "counter", "Sequences that ended in an error.")
-NUM_PREEMPTIONS = Metric("num_preemptions_total", "counter", "Sequences put back for want of slots, or for interactive ones.")
+NUM_PREEMPTIONS = Metric(
+    "num_preemptions_total", "counter", "Sequences put back for want of slots, or for interactive ones."
+)
 PROMPT_TOKENS = Metric("prompt_tokens_total", "counter", "Prompt tokens taken in.")
 CACHED_PROMPT_TOKENS = Metric("prompt_tokens_cached_total", "counter", "Prompt tokens found in the cache.")
 PREFILL_TOKENS = Metric(
