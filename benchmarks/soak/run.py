@@ -187,7 +187,8 @@ def _wait_for_proposer(engine: Engine) -> None:
 
 
 def _leaks(engine: Engine, proposer: Proposer, empty: Census, after: Census) -> dict[str, int]:
-    """What an idle pair must not hold; the process may have held other engines' things before. Raises AssertionError where the books of a side do not add up."""
+    """What an idle pair must not hold; other engines of the process may have left their things. Raises AssertionError
+    where the books of a side do not add up."""
     engine.scheduler.check_integrity()
     if isinstance(proposer, ThreadProposer):
         proposer.runner.check_integrity()

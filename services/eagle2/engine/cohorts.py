@@ -76,7 +76,7 @@ class Cohorts:
                 verify_s=now - self._drafted,
             )
         )
-        self._ended = now
+        self._ended, self._lengths = now, []  # who has ended is not kept alive
         self._stats.add(metrics.OVERLAPPED_STEPS, self._asked is not None)
         self._stats.add(metrics.OVERLAP_TRIALS, self._choice.num_trials - self._trials)
         self._trials = self._choice.num_trials
