@@ -21,10 +21,12 @@ SIZES = Sizes(prompt=48, output=24)
 
 
 def settings_of(folder: Path, **engine: object) -> Settings:
-    """The trained pair of tests/golden, in the default format, with slots for two requests or three."""
+    """The trained pair of tests/golden, in the default format, with slots for two requests or three; trees whose size
+    no clock decides."""
     target = write_golden_target(folder / "target")
+    trees = {"tree_budget": "fixed", "depth": 2, "top_k": 8, "num_draft_tokens": 10}
     model = {"target": str(target), "draft": str(golden_head()), "max_model_len": 110}
-    return load_settings({"model": model, "engine": {"kv_slots": 190, "threads": 1, **engine}})
+    return load_settings({"model": model, "engine": {**trees, "kv_slots": 190, "threads": 1, **engine}})
 
 
 def check(report: Report) -> None:
@@ -35,7 +37,7 @@ def check(report: Report) -> None:
     # That the run was worth its name.
     assert report.counts["preemptions"] > report.requests / 50
     assert report.counts["evicted_tokens"] > 0
-    assert report.counts["accepted_tokens"] > report.requests
+    assert report.counts["accepted_tokens"] > report.requests / 4
     assert report.kinds["with_a_cached_prefix"] > report.requests / 20
     assert report.ends["left"] > report.requests / 30
     assert report.growth.pop("threads") <= 0
