@@ -141,7 +141,8 @@ def _path_part(
     return top, total, sums
 
 
-@triton.jit
+# Numbers that differ from batch to batch: a kernel compiled for each would buy nothing.
+@triton.jit(do_not_specialize=["table_stride", "path_stride", "num_parts"])
 def _attend(
     queries, keys, values, tables, lengths, paths, path_lengths, starts, tile_sequences, tile_rows, out,
     part_sums, part_weights, scale, table_stride, path_stride, num_parts,
@@ -208,7 +209,7 @@ def _attend(
             tl.store(out + query[:, None] * D + d[None, :], result.to(out.dtype.element_ty), mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences", "num_parts"])
 def _merge_parts(
     part_sums, part_weights, lengths, starts, out, num_sequences, num_parts,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, AT_ONCE: tl.constexpr, PART: tl.constexpr,
