@@ -121,7 +121,9 @@ def _connect(path: str, fingerprint: str) -> ProposerLink | None:
 
 
 def _serve(settings: dict[str, dict[str, Any]], says: Connection) -> None:
-    """The process: say where the socket is, then draft until it is killed."""
+    """The process: say where the socket is, then draft until it is killed, or the other process is."""
     service = start_proposer(load_settings(settings))
     says.send(service.metadata()["socket"])
-    threading.Event().wait()
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
