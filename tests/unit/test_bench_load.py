@@ -11,11 +11,13 @@ from statistics import fmean
 import pytest
 
 from eagle2.errors import Eagle2Error
-from eagle2.evaluation.load.cells import Cell, Load, Texts, cell_of, rotated
+from eagle2.evaluation.load.cells import Cell, Load, cell_of
 from eagle2.evaluation.load.closed_loop import closed_loop
 from eagle2.evaluation.load.intervals import paired_ratio, percentile
 from eagle2.evaluation.load.load_report import best_fixed, load_json, load_text
 from eagle2.evaluation.load.open_loop import open_loop, poisson_arrivals
+from eagle2.evaluation.load.rounds import rotated
+from eagle2.evaluation.load.texts import Texts
 from eagle2.evaluation.load.trace import Answer, Reading, Trace
 from eagle2.protocol import Commit, GenerationRequest, ModelDescription, Usage
 from eagle2.telemetry import metrics

@@ -27,6 +27,7 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*model, "--prompts", str(asked), "--max-tokens", "12", "--answers", "2"]
 
 
+@pytest.mark.slow
 def test_three_settings_are_measured_under_both_kinds_of_load(
     flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,6 +92,7 @@ def test_what_cannot_be_measured_is_one_sentence(
     assert capsys.readouterr().err.strip().endswith(sentence)
 
 
+@pytest.mark.slow
 def test_a_proposer_that_cannot_start_is_not_waited_for() -> None:
     settings = Settings(model=ModelSettings(target="/nowhere"))
     with pytest.raises(UnavailableError, match="The proposer's process ended with status 1"):

@@ -8,9 +8,10 @@ from dataclasses import asdict
 from statistics import fmean, median
 from typing import Any
 
-from eagle2.evaluation.load.cells import Cell, Load, Texts
+from eagle2.evaluation.load.cells import Cell, Load
 from eagle2.evaluation.load.contenders import ADAPTIVE, OFF
 from eagle2.evaluation.load.intervals import Ratio, paired_ratio, percentile
+from eagle2.evaluation.load.texts import Texts
 from eagle2.evaluation.report import markdown_table
 
 

@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from eagle2.evaluation.load.cells import Cell, Load, Texts, cell_of, rotated
+from eagle2.evaluation.load.cells import Cell, Load, cell_of
 from eagle2.evaluation.load.closed_loop import closed_loop
 from eagle2.evaluation.load.contenders import Contender, LoadedEngine, LoadedEngines
 from eagle2.evaluation.load.open_loop import open_loop, poisson_arrivals
+from eagle2.evaluation.load.texts import Texts
 from eagle2.evaluation.load.trace import Reading, Trace
 from eagle2.evaluation.measure import wait_until_paired
 from eagle2.telemetry import metrics
@@ -111,3 +112,10 @@ async def _until_idle(engine: LoadedEngine) -> None:
 
 def _name(cell: Cell) -> str:
     return cell.contender
+
+
+def rotated(prompts: Mapping[str, Sequence[int]], by: int) -> dict[str, Sequence[int]]:
+    """The same prompts from the ``by``-th on, those before it at the end."""
+    items = list(prompts.items())
+    by %= len(items)
+    return dict(items[by:] + items[:by])
