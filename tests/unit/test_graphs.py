@@ -172,6 +172,7 @@ class Heads:
 def test_trees_that_grow_on_the_device_are_those_of_the_host(subset: bool) -> None:
     """Batches of 1, 3 and 4 (3 is padded to 4), several shapes, syncing beside drafting, more rows than recorded."""
     heads = Heads(torch.arange(0, 250, 3) if subset else None)
+    heads.recorded.warm_up()
     assert heads.step((1, 0, 9)) == [DraftStatus.OK]
     heads.step((1, 9, 2), (2, 0, 5), (3, 0, 1))
     heads.step((3, 1, 1), (1, 11, 3), (2, 5, 4), (4, 0, 6), depth=5, nodes=30)

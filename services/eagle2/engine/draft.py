@@ -72,6 +72,7 @@ class DraftRunner:
         entry = DraftEntry(sequence=-1, cycle=0, base=0, features=features, tokens=torch.zeros(1, dtype=torch.int64))
         self.handle(DraftStep(incarnation=0, step=0, depth=2, top_k=2, num_draft_tokens=3, entries=(entry,)))
         self.reset()
+        self._head.warm_up()
 
     def reset(self) -> None:
         """Forget every sequence, those that have ended too."""

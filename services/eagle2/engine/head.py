@@ -53,6 +53,11 @@ class HeadRunner:
         outputs = None if self._graphs is None else self._graphs.run(rows, features)
         return self.compute(rows.to(self.device), features) if outputs is None else outputs
 
+    def warm_up(self) -> None:
+        """Record what can be recorded ahead."""
+        if self._graphs is not None:
+            self._graphs.record_all()
+
     def compute(self, rows: Rows, features: Tensor) -> Tensor:
         """As ``forward``, launch by launch, of rows and features that are on the device."""
         return self.model.forward(rows, features, self._kv)
