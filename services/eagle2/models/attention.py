@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import suppress
 from functools import lru_cache
 from importlib.util import find_spec
@@ -20,21 +19,13 @@ if TYPE_CHECKING:
     from eagle2.models.gpu_attention import GpuRowLayout
 
 with suppress(ModuleNotFoundError):  # a machine whose models all run on its GPU does without Numba
-    import numba
-
     from eagle2.models import kernels
-
-    # Its own thread pool, since an OpenMP one would spin beside torch's. It allows one call at a time, hence the lock.
-    numba.config.THREADING_LAYER = "workqueue"  # type: ignore[attr-defined]
+    from eagle2.models.kernel_threads import kernel_lock, kernel_threads
 
 Array = NDArray[Any]
 
 # Rows that share one copy of a context block; more tasks than that only where threads would stand idle.
 _ROWS_PER_TASK = 16
-# Multiply-adds from which a second thread pays for being woken.
-_WORK_FOR_THREADS = 1_000_000
-_kernel_lock = threading.Lock()
-_thread_state = threading.local()
 
 
 class KVPool:
@@ -89,8 +80,8 @@ class RowLayout:
         out = torch.zeros(qkv.shape[0], heads, dim)
         keys, values = pool.key_arrays[layer], pool.value_arrays[layer]
 
-        with _kernel_lock:
-            _use_kernel_threads(self.positions * heads * dim * 2)
+        with kernel_lock:
+            kernel_threads(self.positions * heads * dim * 2)
             kernels.rotate_and_store(as_array(qkv), cos.numpy(), sin.numpy(), self.slots, keys, values, query)
             kernels.attend(
                 query, keys, values, self.tables, self.lengths, self.paths, self.path_lengths, self.tasks,
@@ -124,15 +115,6 @@ def _gpu_layout(rows: Rows) -> GpuRowLayout | None:
 @lru_cache(maxsize=1)
 def _has_triton() -> bool:
     return find_spec("triton") is not None
-
-
-def _use_kernel_threads(work: int) -> None:
-    """As many threads as torch has, but one for a little work. Numba keeps that number per calling thread."""
-    available: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
-    wanted = min(torch.get_num_threads(), available) if work >= _WORK_FOR_THREADS else 1
-    if getattr(_thread_state, "count", None) != wanted:
-        numba.set_num_threads(wanted)
-        _thread_state.count = wanted
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 from eagle2.models.architecture import DraftConfig
 from eagle2.models.attention import KVPool, RowLayout
+from eagle2.models.fused import fused_layers, row_linear, stack_tiles
 from eagle2.models.layers import DecoderLayer, RotaryTable, Weights, common_tiles, padded_rows
-from eagle2.models.linear import Linear
 from eagle2.models.rows import Rows
 
 
@@ -35,16 +35,18 @@ class DraftModel:
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         weights = {name: tensor.to(device=self.device, dtype=dtype) for name, tensor in weights.items()}
         self._embedding = embedding.to(device=self.device, dtype=dtype)
-        self._fuse = Linear(weights["fc.weight"], weights.get("fc.bias"))
-        self._layer = DecoderLayer(weights, "layers.0.", config)
+        self._fuse = row_linear(weights["fc.weight"], weights.get("fc.bias"))
+        self._stack = fused_layers(weights, ["layers.0."], config, None)
+        self._layer = None if self._stack is not None else DecoderLayer(weights, "layers.0.", config)
         self.token_ids = None if token_ids is None else token_ids.to(self.device)
         if token_ids is not None:
             head_weight = head_weight[token_ids.to(head_weight.device)]
-        self._head = Linear(head_weight.to(device=self.device, dtype=dtype))
+        self._head = row_linear(head_weight.to(device=self.device, dtype=dtype), out_dtype=torch.float32)
         self._rotary = RotaryTable(
             config.rope, config.head_dim, max_positions or config.max_position_embeddings, self.device
         )
-        self._tiles = common_tiles((self._fuse, *self._layer.linears))
+        linears = () if self._layer is None else self._layer.linears
+        self._tiles = stack_tiles(self._stack) or common_tiles((self._fuse, *linears))
 
     def new_pool(self, slots: int) -> KVPool:
         config = self.config
@@ -60,12 +62,15 @@ class DraftModel:
         embedded = self._embedding[F.pad(rows.tokens, (0, extra))]
         # A 1-row linear may sum in another order, hence the padding before the first one already.
         x = self._fuse(torch.cat([embedded, F.pad(features, (0, 0, 0, extra))], dim=-1))
+        if self._stack is not None:
+            return self._stack(x, cos, sin, layout, pool)
+        assert self._layer is not None
         return self._layer(x, cos, sin, layout, pool, 0)[: len(rows)]
 
     @torch.inference_mode()
     def logits(self, features: Tensor) -> Tensor:
         """(T, H) -> (T, W) float32, one column for each token that is scored."""
-        return self._head(features).float()
+        return self._head(features)
 
     def ids_of(self, columns: Tensor) -> Tensor:
         """The token ids that columns of the logits stand for; any shape, int64."""

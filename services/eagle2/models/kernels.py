@@ -16,7 +16,18 @@ import numpy as np
 from numba import njit, prange, types
 from numba.extending import overload
 
-from eagle2.models.vectors import add_rows, copy_lanes, sum_rows, transpose_tile
+from eagle2.models.vectors import (
+    add_rows_1,
+    add_rows_2,
+    add_rows_3,
+    add_rows_4,
+    copy_lanes,
+    sum_rows_1,
+    sum_rows_2,
+    sum_rows_3,
+    sum_rows_4,
+    transpose_tile,
+)
 
 BLOCK = 64
 _CONTRACT = {"contract"}  # fused multiply-add, but no reordering: sums keep the order that is written here
@@ -31,25 +42,25 @@ _P0, _P1, _P2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.flo
 _P3, _P4, _P5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
 
 
-def _widen(value):
+def widen(value):
     """A stored number as float32: bfloat16 bits are the upper half of a float32's."""
 
 
-@overload(_widen, inline="always")
+@overload(widen, inline="always")
 def _widen_overload(value):
     if value == types.uint16:
         return lambda value: np.uint32(np.uint32(value) << np.uint32(16)).view(np.float32)
     return lambda value: value
 
 
-def _narrow(value, like):
+def narrow(value, like):
     """A float32 in the format of the stored number ``like``, bfloat16 rounded to nearest even.
 
     A function of numbers: one that took the array would count references in the loop, and no vectors would come of it.
     """
 
 
-@overload(_narrow, inline="always")
+@overload(narrow, inline="always")
 def _narrow_overload(value, like):  # noqa: ARG001  (the arguments' names are the signature)
     if like == types.uint16:
 
@@ -83,14 +94,47 @@ def _exp(x: Any) -> Any:
 
 
 @njit(fastmath=_CONTRACT, cache=True)
-def _fold_block(q, keys, values, valid, scale, s, t, o, m, total):
-    """Fold one block into a query's running softmax (online softmax): returns the new maximum and sum.
+def _fold_block(q, first, count, keys, values, valid, scale, s, t, keeps, o, place, m, totals):
+    """Fold one block into the running softmax (online softmax) of up to 4 queries; m and totals are brought on.
 
-    q (D,); keys (D, 64) so that lanes are positions; values (64, D); s (64,) and t (32,) scratch; o (D,) running
-    output; m, total: running maximum and sum. Positions from ``valid`` on weigh nothing.
+    q (heads, D), queries first..first+count-1; keys (D, 64) so that lanes are positions; values (64, D); s (4, 64),
+    t (32,) and keeps (4,) scratch; o (N, D) running outputs, m (N,) and totals (N,) running maxima and sums, those
+    from ``place`` on. Positions from ``valid`` on weigh nothing. How many queries come together changes no bit.
     """
-    dim = q.shape[0]
-    sum_rows(q, keys, 0, dim, _ONE, s)
+    dim = q.shape[1]
+    if count == 1:
+        sum_rows_1(q, first, keys, 0, dim, keeps, s, 0)
+    elif count == 2:
+        sum_rows_2(q, first, keys, 0, dim, keeps, s, 0)
+    elif count == 3:
+        sum_rows_3(q, first, keys, 0, dim, keeps, s, 0)
+    else:
+        sum_rows_4(q, first, keys, 0, dim, keeps, s, 0)
+    for n in range(count):
+        keeps[n] = _weigh(s[n], t, valid, scale, m, totals, place + n)
+    # Only valid positions are read: 0 times another token's NaN would be NaN.
+    whole = dim // 64 * 64
+    for column in range(0, whole, 64):
+        if count == 1:
+            add_rows_1(s, 0, values, column, valid, keeps, o, place)
+        elif count == 2:
+            add_rows_2(s, 0, values, column, valid, keeps, o, place)
+        elif count == 3:
+            add_rows_3(s, 0, values, column, valid, keeps, o, place)
+        else:
+            add_rows_4(s, 0, values, column, valid, keeps, o, place)
+    if whole < dim:
+        for n in range(count):
+            for d in range(whole, dim):
+                o[place + n, d] = o[place + n, d] * keeps[n]
+            for j in range(valid):
+                for d in range(whole, dim):
+                    o[place + n, d] += s[n, j] * values[j, d]
+
+
+@njit(fastmath=_CONTRACT, cache=True)
+def _weigh(s, t, valid, scale, m, totals, i):
+    """Scores s (64,) become weights; returns by what the earlier output is to be multiplied."""
     for j in range(64):
         s[j] = s[j] * scale if j < valid else _NEG_INF
     # Maximum and sum as a fixed tree of halvings: vectors without any freedom of order.
@@ -102,7 +146,7 @@ def _fold_block(q, keys, values, valid, scale, s, t, o, m, total):
         t[j] = max(t[j], t[j + 8])
     for j in range(4):
         t[j] = max(t[j], t[j + 4])
-    top = max(m, max(max(t[0], t[1]), max(t[2], t[3])))
+    top = max(m[i], max(max(t[0], t[1]), max(t[2], t[3])))
     for j in range(64):
         x = s[j] - top
         s[j] = _exp(max(x, _EXP_LOW)) if x > _EXP_LOW else _ZERO
@@ -114,19 +158,11 @@ def _fold_block(q, keys, values, valid, scale, s, t, o, m, total):
         t[j] = t[j] + t[j + 8]
     for j in range(4):
         t[j] = t[j] + t[j + 4]
-    block_total = (t[0] + t[1]) + (t[2] + t[3])
-    x = m - top
+    x = m[i] - top
     keep = _exp(x) if x > _EXP_LOW else _ZERO
-    # Only valid positions are read: 0 times another token's NaN would be NaN.
-    whole = dim // 64 * 64
-    for column in range(0, whole, 64):
-        add_rows(s, values, column, valid, keep, o)
-    for d in range(whole, dim):
-        o[d] = o[d] * keep
-    for j in range(valid):
-        for d in range(whole, dim):
-            o[d] += s[j] * values[j, d]
-    return top, total * keep + block_total
+    totals[i] = totals[i] * keep + ((t[0] + t[1]) + (t[2] + t[3]))
+    m[i] = top
+    return keep
 
 
 @njit(cache=True)
@@ -145,7 +181,7 @@ def _load_block(key_pool, value_pool, slots, first, count, head, keys, values):
             transpose_tile(key_pool, head, column, slots, first + lane, last, keys, lane)
         for d in range(whole, dim):
             for i in range(16):
-                keys[d, lane + i] = _widen(key_pool[slots[min(first + lane + i, last)], head, d])
+                keys[d, lane + i] = widen(key_pool[slots[min(first + lane + i, last)], head, d])
     for d in range(dim):
         for j in range(filled, 64):
             keys[d, j] = _ZERO
@@ -154,7 +190,7 @@ def _load_block(key_pool, value_pool, slots, first, count, head, keys, values):
         for column in range(0, whole, 16):
             copy_lanes(value_pool, slot, head, column, values, j)
         for d in range(whole, dim):
-            values[j, d] = _widen(value_pool[slot, head, d])
+            values[j, d] = widen(value_pool[slot, head, d])
 
 
 @njit(cache=True)
@@ -165,8 +201,69 @@ def _load_path(key_pool, value_pool, path, length, first, end, head, keys, value
         slot = path[position - length]
         j = position - first
         for d in range(dim):
-            keys[d, j] = _widen(key_pool[slot, head, d])
-            values[j, d] = _widen(value_pool[slot, head, d])
+            keys[d, j] = widen(key_pool[slot, head, d])
+            values[j, d] = widen(value_pool[slot, head, d])
+
+
+# NumPy's division, which gives infinity or NaN: neither an error nor a check in the loop that keeps it from vectors.
+@njit(error_model="numpy", fastmath=_CONTRACT, cache=True)
+def attend_task(
+    q, key_pool, value_pool, table, lengths, paths, path_lengths, begin, end, head, scale, keys, values, s, t, out
+):
+    """Attention of one sequence's rows begin..end-1 for one key head; arguments as in ``attend``.
+
+    keys (D, 64), values (64, D), s (4, 64) and t (32,) float32 are scratch; out may be bfloat16 as well.
+    """
+    dim = q.shape[2]
+    group = q.shape[1] // key_pool.shape[1]
+    queries = (end - begin) * group
+    m = np.full(queries, _NEG_INF, np.float32)
+    totals = np.zeros(queries, np.float32)
+    o = np.zeros((queries, dim), np.float32)
+    keeps = np.zeros(4, np.float32)
+    longest = 0
+    for row in range(begin, end):
+        longest = max(longest, lengths[row])
+
+    # Committed context. A block that a row's own path continues is left to the second loop.
+    for first in range(0, longest, 64):
+        _load_block(key_pool, value_pool, table, first, min(64, longest - first), head, keys, values)
+        for row in range(begin, end):
+            valid = min(64, lengths[row] - first)
+            if valid <= 0 or (valid < 64 and path_lengths[row] > 0):
+                continue
+            for g in range(0, group, 4):
+                _fold_block(
+                    q[row], head * group + g, min(4, group - g), keys, values, valid, scale, s, t, keeps, o,
+                    (row - begin) * group + g, m, totals,
+                )  # fmt: skip
+
+    loaded = -1
+    for row in range(begin, end):
+        if path_lengths[row] == 0:
+            continue
+        length = lengths[row]
+        last = length + path_lengths[row]
+        for first in range(length // 64 * 64, last, 64):
+            if first <= length and loaded != length:
+                _load_block(key_pool, value_pool, table, first, length - first, head, keys, values)
+                loaded = length
+            if first > length:
+                loaded = -1
+            valid = min(64, last - first)
+            _load_path(key_pool, value_pool, paths[row], length, first, first + valid, head, keys, values)
+            for g in range(0, group, 4):
+                _fold_block(
+                    q[row], head * group + g, min(4, group - g), keys, values, valid, scale, s, t, keeps, o,
+                    (row - begin) * group + g, m, totals,
+                )  # fmt: skip
+
+    for row in range(begin, end):
+        for g in range(group):
+            i = (row - begin) * group + g
+            inverse = _ONE / totals[i]
+            for d in range(dim):
+                out[row, head * group + g, d] = narrow(o[i, d] * inverse, out[row, head * group + g, d])
 
 
 @njit(parallel=True, fastmath=_CONTRACT, cache=True)
@@ -179,64 +276,16 @@ def attend(q, key_pool, value_pool, tables, lengths, paths, path_lengths, tasks,
     """
     kv_heads = key_pool.shape[1]
     dim = q.shape[2]
-    group = q.shape[1] // kv_heads
     for work in prange(tasks.shape[0] * kv_heads):
         task = work // kv_heads
-        head = work % kv_heads
-        table = tables[tasks[task, 0]]
-        begin = tasks[task, 1]
-        end = tasks[task, 2]
-        queries = (end - begin) * group
         keys = np.empty((dim, 64), np.float32)
         values = np.empty((64, dim), np.float32)
-        s = np.empty(64, np.float32)
+        s = np.empty((4, 64), np.float32)
         t = np.empty(32, np.float32)
-        m = np.full(queries, _NEG_INF, np.float32)
-        totals = np.zeros(queries, np.float32)
-        o = np.zeros((queries, dim), np.float32)
-        longest = 0
-        for row in range(begin, end):
-            longest = max(longest, lengths[row])
-
-        # Committed context. A block that a row's own path continues is left to the second loop.
-        for first in range(0, longest, 64):
-            _load_block(key_pool, value_pool, table, first, min(64, longest - first), head, keys, values)
-            for row in range(begin, end):
-                valid = min(64, lengths[row] - first)
-                if valid <= 0 or (valid < 64 and path_lengths[row] > 0):
-                    continue
-                for g in range(group):
-                    i = (row - begin) * group + g
-                    m[i], totals[i] = _fold_block(
-                        q[row, head * group + g], keys, values, valid, scale, s, t, o[i], m[i], totals[i]
-                    )
-
-        loaded = -1
-        for row in range(begin, end):
-            if path_lengths[row] == 0:
-                continue
-            length = lengths[row]
-            last = length + path_lengths[row]
-            for first in range(length // 64 * 64, last, 64):
-                if first <= length and loaded != length:
-                    _load_block(key_pool, value_pool, table, first, length - first, head, keys, values)
-                    loaded = length
-                if first > length:
-                    loaded = -1
-                valid = min(64, last - first)
-                _load_path(key_pool, value_pool, paths[row], length, first, first + valid, head, keys, values)
-                for g in range(group):
-                    i = (row - begin) * group + g
-                    m[i], totals[i] = _fold_block(
-                        q[row, head * group + g], keys, values, valid, scale, s, t, o[i], m[i], totals[i]
-                    )
-
-        for row in range(begin, end):
-            for g in range(group):
-                i = (row - begin) * group + g
-                inverse = _ONE / totals[i]
-                for d in range(dim):
-                    out[row, head * group + g, d] = o[i, d] * inverse
+        attend_task(
+            q, key_pool, value_pool, tables[tasks[task, 0]], lengths, paths, path_lengths, tasks[task, 1],
+            tasks[task, 2], work % kv_heads, scale, keys, values, s, t, out,
+        )  # fmt: skip
 
 
 @njit(cache=True)
@@ -246,69 +295,83 @@ def rotate_and_store(qkv, cos, sin, slots, key_pool, value_pool, q):
     qkv (T, (heads + 2 * kv_heads) * D) uint16 or float32; cos, sin (T, D/2) float32; slots (T,) int32, -1 for a
     padding row; pools (S, kv_heads, D); q (T, heads, D) float32 out.
     """
+    for row in range(slots.shape[0]):
+        if slots[row] >= 0:
+            rotate_row(qkv, cos[row], sin[row], row, slots[row], key_pool, value_pool, q)
+
+
+@njit(cache=True)
+def rotate_row(qkv, cos, sin, row, slot, key_pool, value_pool, q):
+    """One row of ``rotate_and_store``; cos, sin (D/2,)."""
     heads = q.shape[1]
     kv_heads = key_pool.shape[1]
     dim = q.shape[2]
     half = dim // 2
-    for row in range(slots.shape[0]):
-        slot = slots[row]
-        if slot < 0:
-            continue
-        for head in range(heads + kv_heads):
-            base = head * dim
-            for d in range(half):
-                a = _widen(qkv[row, base + d])
-                b = _widen(qkv[row, base + half + d])
-                low = a * cos[row, d] - b * sin[row, d]
-                high = b * cos[row, d] + a * sin[row, d]
-                if head < heads:
-                    q[row, head, d] = low
-                    q[row, head, half + d] = high
-                else:
-                    like = key_pool[slot, head - heads, d]
-                    key_pool[slot, head - heads, d] = _narrow(low, like)
-                    key_pool[slot, head - heads, half + d] = _narrow(high, like)
-        for head in range(kv_heads):
-            base = (heads + kv_heads + head) * dim
-            for d in range(dim):
-                value_pool[slot, head, d] = _narrow(_widen(qkv[row, base + d]), value_pool[slot, head, d])
+    for head in range(heads + kv_heads):
+        base = head * dim
+        for d in range(half):
+            a = widen(qkv[row, base + d])
+            b = widen(qkv[row, base + half + d])
+            low = a * cos[d] - b * sin[d]
+            high = b * cos[d] + a * sin[d]
+            if head < heads:
+                q[row, head, d] = low
+                q[row, head, half + d] = high
+            else:
+                like = key_pool[slot, head - heads, d]
+                key_pool[slot, head - heads, d] = narrow(low, like)
+                key_pool[slot, head - heads, half + d] = narrow(high, like)
+    for head in range(kv_heads):
+        base = (heads + kv_heads + head) * dim
+        for d in range(dim):
+            value_pool[slot, head, d] = narrow(widen(qkv[row, base + d]), value_pool[slot, head, d])
 
 
-# NumPy's division, which gives infinity: Python's check for zero would keep the loop from becoming vectors.
+@njit(inline="always", error_model="numpy")
+def gate(value, up):
+    """silu(value) * up of float32 numbers."""
+    x = -value if -value > _EXP_LOW else _EXP_LOW
+    x = x if x < -_EXP_LOW else -_EXP_LOW
+    return value / (_ONE + _exp(x)) * up
+
+
 @njit(error_model="numpy", cache=True)
 def silu_multiply(gate_up, rows, out):
     """silu(gate) * up for the first ``rows`` rows. gate_up (T, 2I), out (T, 1, I), both uint16 or both float32."""
     inner = out.shape[2]
     for row in range(rows):
         for i in range(inner):
-            gate = _widen(gate_up[row, i])
-            x = -gate if -gate > _EXP_LOW else _EXP_LOW
-            x = x if x < -_EXP_LOW else -_EXP_LOW
-            up = _widen(gate_up[row, inner + i])
-            out[row, 0, i] = _narrow(gate / (_ONE + _exp(x)) * up, gate_up[row, i])
+            product = gate(widen(gate_up[row, i]), widen(gate_up[row, inner + i]))
+            out[row, 0, i] = narrow(product, gate_up[row, i])
 
 
-@njit(fastmath=_CONTRACT, cache=True)
+@njit(cache=True)
 def rms_norm(x, weight, eps, rows, out):
     """x / rms(x) * weight for the first ``rows`` rows, sums in 16 fixed lanes.
 
     x (T, H), weight (H,), out (T, 1, H), all uint16 or all float32.
     """
-    width = x.shape[1]
-    whole = width // 16 * 16
     lanes = np.empty(16, np.float32)
     for row in range(rows):
-        lanes[:] = _ZERO
-        for i in range(0, whole, 16):
-            for j in range(16):
-                value = _widen(x[row, i + j])
-                lanes[j] += value * value
-        for i in range(whole, width):
-            value = _widen(x[row, i])
-            lanes[i - whole] += value * value
-        for half in (8, 4, 2, 1):
-            for j in range(half):
-                lanes[j] += lanes[j + half]
-        scale = _ONE / np.sqrt(lanes[0] / np.float32(width) + eps)
-        for i in range(width):
-            out[row, 0, i] = _narrow(_widen(x[row, i]) * scale * _widen(weight[i]), x[row, i])
+        norm_row(x[row], weight, eps, lanes, out[row, 0])
+
+
+@njit(error_model="numpy", fastmath=_CONTRACT, cache=True)
+def norm_row(x, weight, eps, lanes, out):
+    """One row of ``rms_norm``: x, weight, out (H,); lanes (16,) float32 scratch."""
+    width = x.shape[0]
+    whole = width // 16 * 16
+    lanes[:] = _ZERO
+    for i in range(0, whole, 16):
+        for j in range(16):
+            value = widen(x[i + j])
+            lanes[j] += value * value
+    for i in range(whole, width):
+        value = widen(x[i])
+        lanes[i - whole] += value * value
+    for half in (8, 4, 2, 1):
+        for j in range(half):
+            lanes[j] += lanes[j + half]
+    scale = _ONE / np.sqrt(lanes[0] / np.float32(width) + eps)
+    for i in range(width):
+        out[i] = narrow(widen(x[i]) * scale * widen(weight[i]), x[i])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -33,6 +33,14 @@ class LayerShape(Protocol):
     def head_dim(self) -> int: ...
     @property
     def rms_norm_eps(self) -> float: ...
+
+
+class RowLinear(Protocol):
+    """A linear layer whose rows do not depend on each other; ``tiles`` are the row counts that it is called with."""
+
+    @property
+    def tiles(self) -> tuple[int, ...] | None: ...
+    def __call__(self, x: Tensor, /) -> Tensor: ...
 
 
 class RMSNorm:
@@ -140,7 +148,7 @@ def gated(gate_up: Tensor, count: int) -> Tensor:
     return out.squeeze(1)
 
 
-def common_tiles(linears: tuple[Linear, ...]) -> tuple[int, ...] | None:
+def common_tiles(linears: Sequence[RowLinear]) -> tuple[int, ...] | None:
     """Row counts that suit all of these layers, so that a batch is padded once and not at each of them."""
     sets = [set(linear.tiles) for linear in linears if linear.tiles is not None]
     return tuple(sorted(set.intersection(*sets))) if sets else None

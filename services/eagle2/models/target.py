@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 from eagle2.models.architecture import TargetConfig
 from eagle2.models.attention import KVPool, RowLayout
+from eagle2.models.fused import fused_layers, row_linear, stack_tiles
 from eagle2.models.layers import DecoderLayer, RMSNorm, RotaryTable, Weights, common_tiles, padded_rows
-from eagle2.models.linear import Linear
 from eagle2.models.rows import Rows
 
 
@@ -32,13 +32,19 @@ class TargetModel:
         weights = {name: tensor.to(device=self.device, dtype=dtype) for name, tensor in weights.items()}
         self.embedding = weights["model.embed_tokens.weight"]
         self.head_weight = self.embedding if config.tie_word_embeddings else weights["lm_head.weight"]
-        self._layers = [DecoderLayer(weights, f"model.layers.{i}.", config) for i in range(config.num_layers)]
+        prefixes = [f"model.layers.{i}." for i in range(config.num_layers)]
+        self._layers: list[DecoderLayer] = []
+        self._stack = fused_layers(weights, prefixes, config, weights["model.norm.weight"])
+        if self._stack is None:
+            self._layers = [DecoderLayer(weights, prefix, config) for prefix in prefixes]
         self._norm = RMSNorm(weights["model.norm.weight"], config.rms_norm_eps)
-        self._head = Linear(self.head_weight)
+        self._head = row_linear(self.head_weight, out_dtype=torch.float32)
         self._rotary = RotaryTable(
             config.rope, config.head_dim, max_positions or config.max_position_embeddings, self.device
         )
-        self._tiles = common_tiles(tuple(linear for layer in self._layers for linear in layer.linears))
+        self._tiles = stack_tiles(self._stack) or common_tiles(
+            tuple(linear for layer in self._layers for linear in layer.linears)
+        )
 
     @property
     def row_tiles(self) -> tuple[int, ...]:
@@ -57,6 +63,8 @@ class TargetModel:
         extra = (0, padded - len(rows))
         cos, sin = self._rotary.at(F.pad(rows.positions, extra))
         x = self.embedding[F.pad(rows.tokens, extra)]
+        if self._stack is not None:
+            return self._stack(x, cos, sin, layout, pool)
         for index, layer in enumerate(self._layers):
             x = layer(x, cos, sin, layout, pool, index)
         return self._norm(x[: len(rows)].contiguous())
@@ -64,4 +72,4 @@ class TargetModel:
     @torch.inference_mode()
     def logits(self, features: Tensor) -> Tensor:
         """(T, H) -> (T, V) float32."""
-        return self._head(features).float()
+        return self._head(features)

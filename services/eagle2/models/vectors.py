@@ -19,44 +19,55 @@ _VECTOR = ir.VectorType(_FLOAT, 16)
 _PARTS = range(0, WIDTH, 16)
 
 
-def _accumulation(fresh):
-    """``out[c:c+64] = start + sum of weights[i] * matrix[i, c:c+64] for i in 0..count-1`` with c the column.
+def _accumulation(count, fresh):
+    """``out[n, c:c+64] = start + sum of weights[n, i] * matrix[i, c:c+64] for i in 0..length-1`` with c the column, for
+    ``count`` n from ``first`` of the weights and ``place`` of out on.
 
-    The start is 0 when ``fresh``, else scale * out[c:c+64]. weights (>= count,), matrix (>= count, columns) and out
-    (columns,) are float32 and contiguous.
+    The start is 0 when ``fresh``, else scales[n] * out[n, c:c+64]. weights (N, >= length), matrix (>= length, columns)
+    and out (N, columns) are float32 and contiguous. Several n share what is read of the matrix, and fill the
+    processor's pipeline; the order of each one's sum is the same as alone.
     """
 
     @intrinsic
-    def accumulate(typing, weights, matrix, column, count, scale, out):  # noqa: ARG001  (the names are the signature)
+    def accumulate(typing, weights, first, matrix, column, length, scales, out, place):  # noqa: ARG001
         del typing
 
         def codegen(context, builder, signature, arguments):
             def array(index):
                 return context.make_array(signature.args[index])(context, builder, arguments[index])
 
-            columns = cgutils.unpack_tuple(builder, array(1).shape)[1]
-            column, count, scale = arguments[2:5]
-            weight_at = array(0).data
-            first_row = builder.gep(array(1).data, [column])
-            result = builder.gep(array(5).data, [column])
+            def line(index, number):
+                width = cgutils.unpack_tuple(builder, array(index).shape)[1]
+                return builder.gep(array(index).data, [builder.mul(number, width)])
+
+            columns = cgutils.unpack_tuple(builder, array(2).shape)[1]
+            column, length = arguments[3:5]
+            first_row = builder.gep(array(2).data, [column])
+            weights = [line(0, builder.add(arguments[1], _INT(n))) for n in range(count)]
+            results = [builder.gep(line(6, builder.add(arguments[7], _INT(n))), [column]) for n in range(count)]
             sums = []
-            for part in _PARTS:
-                start = ir.Constant(_VECTOR, [0.0] * 16)
-                if not fresh:
-                    start = builder.fmul(_splat(builder, scale), _load(builder, result, part))
-                sums.append(cgutils.alloca_once_value(builder, start))
-            with cgutils.for_range(builder, count) as loop:
-                weight = _splat(builder, builder.load(builder.gep(weight_at, [loop.index])))
+            for n, result in enumerate(results):
+                for part in _PARTS:
+                    start = ir.Constant(_VECTOR, [0.0] * 16)
+                    if not fresh:
+                        scale = builder.load(builder.gep(array(5).data, [_INT(n)]))
+                        start = builder.fmul(_splat(builder, scale), _load(builder, result, part))
+                    sums.append(cgutils.alloca_once_value(builder, start))
+            with cgutils.for_range(builder, length) as loop:
                 row = builder.gep(first_row, [builder.mul(loop.index, columns)])
-                for part, total in zip(_PARTS, sums, strict=True):
-                    product = _fused_multiply_add(builder, weight, _load(builder, row, part), builder.load(total))
-                    builder.store(product, total)
-            for part, total in zip(_PARTS, sums, strict=True):
-                place = builder.bitcast(builder.gep(result, [_INT(part)]), _VECTOR.as_pointer())
-                builder.store(builder.load(total), place, align=4)
+                parts = [_load(builder, row, part) for part in _PARTS]
+                for n, numbers in enumerate(weights):
+                    weight = _splat(builder, builder.load(builder.gep(numbers, [loop.index])))
+                    for part, total in zip(parts, sums[n * len(_PARTS) :], strict=False):
+                        builder.store(_fused_multiply_add(builder, weight, part, builder.load(total)), total)
+            for n, result in enumerate(results):
+                for part, total in zip(_PARTS, sums[n * len(_PARTS) :], strict=False):
+                    target = builder.bitcast(builder.gep(result, [_INT(part)]), _VECTOR.as_pointer())
+                    builder.store(builder.load(total), target, align=4)
             return context.get_dummy_value()
 
-        return types.void(weights, matrix, types.int64, types.int64, types.float32, out), codegen
+        index = types.int64
+        return types.void(weights, index, matrix, index, index, scales, out, index), codegen
 
     return accumulate
 
@@ -153,5 +164,5 @@ def _fused_multiply_add(builder, a, b, c):
     return builder.call(function, [a, b, c])
 
 
-sum_rows = _accumulation(fresh=True)
-add_rows = _accumulation(fresh=False)
+sum_rows_1, sum_rows_2, sum_rows_3, sum_rows_4 = (_accumulation(count, fresh=True) for count in (1, 2, 3, 4))
+add_rows_1, add_rows_2, add_rows_3, add_rows_4 = (_accumulation(count, fresh=False) for count in (1, 2, 3, 4))
