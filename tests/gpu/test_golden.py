@@ -53,14 +53,14 @@ def read(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["greedy_A_small", "greedy_A_eagle2_default", "greedy_B_eagle2_default"])
 def test_trees_and_tokens_are_the_recorded_ones(device: torch.device, name: str, graphs: bool) -> None:
     """Float32: every tree, every accepted path, every token of all runs, side by side in one batch."""
-    if device.type == "cpu" and name != "greedy_A_small":
+    if device.type == "cpu" and not (graphs and name == "greedy_A_small"):
         pytest.skip("the CPU has tests of its own")
     record = read(name)
     runs = record["runs"]
     pair = pair_of(record, len(runs), torch.float32, device, graphs)
     assert pair.start([run["prompt_ids"] for run in runs]) == [run["first_root"] for run in runs]
     cycles = max(run["num_cycles"] for run in runs)
-    for number in range(cycles if device.type == "cuda" else 4):
+    for number in range(cycles if device.type == "cuda" else 3):
         done = pair.cycle(shape_of(record))
         for b, run in enumerate(runs):
             if number >= run["num_cycles"]:
@@ -79,9 +79,11 @@ def test_trees_and_tokens_are_the_recorded_ones(device: torch.device, name: str,
 @pytest.mark.parametrize("dtype", list(CLOSE), ids=str)
 def test_speculation_changes_no_token_but_at_a_tie(device: torch.device, dtype: torch.dtype) -> None:
     """Where a run leaves plain decoding, the two tokens were as close as rounding is large; the gap is printed."""
+    if device.type == "cpu" and dtype != torch.float32:
+        pytest.skip("the CPU has tests of its own")
     record = read("greedy_A_small")
     prompts = [run["prompt_ids"] for run in record["runs"]]
-    count = 60 if device.type == "cuda" else 8
+    count = 60 if device.type == "cuda" else 6
     plain = pair_of(record, len(prompts), dtype, device, graphs=True)
     plain.start(prompts)
     for _ in range(count):

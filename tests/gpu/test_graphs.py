@@ -43,6 +43,8 @@ def no_waiting() -> Iterator[None]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_recorded_cycles_do_what_launched_ones_do(device: torch.device, dtype: torch.dtype) -> None:
+    if device.type == "cpu" and dtype != torch.float32:
+        pytest.skip("the CPU has tests of its own")
     recorded, launched = pair_on(device, dtype, recorded=True), pair_on(device, dtype, recorded=False)
     for _ in range(3):
         ours, theirs = recorded.cycle(TINY.shape), launched.cycle(TINY.shape)

@@ -57,6 +57,7 @@ def test_what_it_imports_is_on_such_a_machine() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_whole_run_in_small(tmp_path: Path) -> None:
     done = subprocess.run(
         [ROOT / "scripts" / "gpu_check.sh", str(tmp_path), "--device", "cpu", "--tiny"],
@@ -64,7 +65,7 @@ def test_the_whole_run_in_small(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=560,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "gpu_check.json").read_text())
