@@ -67,8 +67,10 @@ class Sequences:
         out = self.recorded.forward(rows)
         expected = self.plain.forward(rows)
         assert torch.equal(out, expected)
+        # But for the last slot, which nobody has here: the CPU's kernels may take -1, a padding row's slot, for it.
         for name in ("keys", "values"):
-            assert torch.equal(getattr(self.recorded._kv, name), getattr(self.plain._kv, name))
+            ours, theirs = getattr(self.recorded._kv, name), getattr(self.plain._kv, name)
+            assert torch.equal(ours[:, :-1], theirs[:, :-1])
         assert torch.equal(self.recorded._features[:-1], self.plain._features[:-1])
         return out.clone()
 
