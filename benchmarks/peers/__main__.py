@@ -41,6 +41,10 @@ def main() -> int:
 def _run(args: argparse.Namespace) -> int:
     """Returns 1 where this engine's speculation changed a token, and else 0."""
     load, began = os.getloadavg()[0], time.monotonic()
+    peers = args.peers.split(",") if args.peers else []
+    unknown = [peer for peer in peers if peer not in PEERS]
+    if unknown:
+        raise ConfigError(f"{unknown[0]!r} is no peer; there are {', '.join(PEERS)}.")
     places = Places(args.peers_dir.resolve(), args.threads)
     asked = (read_questions(args.prompts) if args.prompts else default_questions()).limited(args.limit)
     settings = ModelSettings(dtype="bfloat16")
@@ -50,22 +54,27 @@ def _run(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         workers: list[Worker] = []
 
-        def started(worker: Worker) -> None:
-            # One after the other: loading together, they would be short of cores and of memory bandwidth.
+        def start(worker: Worker) -> None:
             stack.callback(worker.close)
-            worker.wait()
             workers.append(worker)
-            say(f"{worker.name} is loaded ({time.monotonic() - began:.0f} s so far)")
 
-        started(start_ours(places, args.shapes.split(",")[0], "off"))
-        for shape in args.shapes.split(","):
-            started(start_ours(places, shape, "fixed"))
+        def wait() -> None:
+            for worker in workers:
+                if not worker.about:
+                    worker.wait()
+                    say(f"{worker.name} is loaded ({time.monotonic() - began:.0f} s so far)")
+
+        shapes = args.shapes.split(",")
+        start(start_ours(places, shapes[0], "off"))
+        for shape in shapes:
+            start(start_ours(places, shape, "fixed"))
+        for peer in peers:
+            start(start_peer(places, peer))
+        wait()
         if args.adaptive:
-            started(start_ours(places, args.adaptive, "adaptive"))
-        for peer in args.peers.split(",") if args.peers else ():
-            if peer not in PEERS:
-                raise ConfigError(f"{peer!r} is no peer; there are {', '.join(PEERS)}.")
-            started(start_peer(places, peer))
+            # Measures what its steps cost as it starts: with nobody beside it.
+            start(start_ours(places, args.adaptive, "adaptive"))
+            wait()
         conditions = Conditions.now(load)
         runs = measure_speed({w.name: w for w in workers}, prompts, args.max_tokens, args.rounds, say)
     model = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from eagle2.errors import UnavailableError
 from eagle2.evaluation.measure import Generation
 
 ADAPTERS = Path(__file__).parent / "adapters"
+
+# Threads of one system may spin for more work, for 0.2 s in vLLM by default; the next one is to have the cores.
+_PAUSE_S = 0.3
 
 
 class Worker:
@@ -42,8 +46,9 @@ class Worker:
         self.about = self._read()
 
     def __call__(self, prompt_ids: Sequence[int], max_tokens: int) -> Generation:
-        """Answer a prompt greedily. Raises ``UnavailableError`` where the process has ended."""
+        """Answer a prompt greedily, after a pause. Raises ``UnavailableError`` where the process has ended."""
         assert self._process.stdin is not None
+        time.sleep(_PAUSE_S)
         try:
             self._process.stdin.write(json.dumps({"prompt_ids": list(prompt_ids), "max_tokens": max_tokens}) + "\n")
             self._process.stdin.flush()
