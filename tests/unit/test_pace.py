@@ -53,12 +53,12 @@ def test_an_allowance_is_kept(tokens: int, seconds: float, rows: int, prompts: l
 
 @given(st.integers(0, 100), st.integers(17, 256), st.integers(0, 1000))
 def test_steps_have_numbers_of_rows_that_linear_layers_like(rows: int, fitting: int, start: int) -> None:
-    """Where a prompt is cut, the step's rows are a multiple of 8, of 16 or of 32: at the cost of 31 tokens at most."""
+    """Where a prompt is cut, the step's rows are a multiple of 16 or of 32: at the cost of 31 tokens at most."""
     cost = PromptCost(1e-3, 1e-6)
     count = Allowance(256, cost(start, fitting), cost, rows).fit(start, 10_000)
     assert count <= fitting
     if count > 16:
-        step = 8 if rows + count <= 64 else 16 if rows + count <= 128 else 32
+        step = 16 if rows + count <= 128 else 32
         assert (rows + count) % step == 0
         assert fitting - count <= 32  # a token may fall to rounding
 

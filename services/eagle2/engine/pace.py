@@ -145,9 +145,9 @@ class PromptPace:
 
 
 def _row_step(rows: int) -> int:
-    """Steps of so many rows, or some more, are padded to a multiple of this (models/linear.py): 8, from 65 on 16, from
-    129 on 32. A row of padding costs as much as a prompt token."""
-    return 8 << min(2, max(0, (rows - 1).bit_length() - 6))
+    """Steps of so many rows, or some more, are padded to a multiple of this: 16, from 129 on 32, so that both ways of
+    the CPU's products are suited (models/products.py, models/linear.py). Padding costs as much as a prompt token."""
+    return 16 if rows <= 128 else 32
 
 
 def _pairs(start: int, count: int) -> float:
