@@ -80,7 +80,7 @@ def test_where_decoding_alone_reaches_the_bound_prompts_have_half_as_much_time()
     for _ in range(3):
         machine.decode(pace, 10)
         steps = machine.read(pace, 1000, rows=8)
-    assert all(0.25 < seconds < 0.32 for seconds, _ in steps[:-1])
+    assert all(0.22 < seconds < 0.32 for seconds, _ in steps[:-1])
     # Where even the least number of tokens takes longer, they are taken all the same.
     slow = Machine(0.2, PromptCost(0.02, 1e-7))
     for _ in range(3):
@@ -134,7 +134,7 @@ def test_once_the_costs_are_known_no_step_is_longer_than_the_bound(name: str) ->
     assert max(seconds for seconds, _ in steps) <= bound + one_row
     # What the bound leaves is used, but for the last step and where the chunk is the bound, or nearly.
     used = [seconds for seconds, count in steps[:-1] if count < 224]
-    assert all(seconds > 0.65 * bound for seconds in used), used
+    assert all(seconds > 0.55 * bound for seconds in used), used
 
 
 def test_the_costs_are_learnt_beside_sequences_that_decode() -> None:
