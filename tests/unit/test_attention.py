@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 from numba import njit
-from tests.pooled import random_parents, shuffled_pool
 from torch import Tensor
 
 from eagle2.engine.batch import RowsBuilder
 from eagle2.models import kernels
 from eagle2.models.attention import KVPool, RowLayout, as_array, rotated
 from eagle2.models.rows import Rows
+from tests.pooled import random_parents, shuffled_pool
 
 HEADS = [(4, 4, 16), (6, 2, 32), (3, 1, 64), (4, 2, 12), (2, 1, 2)]
 DTYPES = [torch.float32, torch.bfloat16]

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.pooled import Nodes, Pooled, Span, random_parents
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -18,6 +17,7 @@ from eagle2.models.layers import inverse_frequencies
 from eagle2.models.linear import packs
 from eagle2.models.target import TargetModel
 from eagle2.models.tiny import TOKENIZER_SIZE, write_tiny_head, write_tiny_target
+from tests.pooled import Nodes, Pooled, Span, random_parents
 
 DTYPES = [torch.float32, torch.bfloat16]
 HIDDEN = 96

@@ -12,13 +12,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
-from tests.pooled import Nodes, Pooled, Span
 
 from eagle2.kv_cache.slots import OutOfSlotsError, SlotPool, SlotTable
 from eagle2.models.checkpoint import TargetConfig, load_tensors
 from eagle2.models.linear import packs
 from eagle2.models.target import TargetModel
 from eagle2.models.tiny import TOKENIZER_SIZE, write_tiny_target
+from tests.pooled import Nodes, Pooled, Span
 
 
 class SlotMachine(RuleBasedStateMachine):

@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.golden_pair import GOLDEN, PooledDrafter, PooledTarget, load_head, load_target
 from torch import Tensor
 
 from eagle2.models.linear import packs
@@ -32,6 +31,7 @@ from eagle2.speculative.sampling import (
     truncated,
 )
 from eagle2.speculative.tree import NO_NODE, Tree
+from tests.golden_pair import GOLDEN, PooledDrafter, PooledTarget, load_head, load_target
 
 Text = tuple[int, ...]
 TOP_SEED = 2**64 - 1

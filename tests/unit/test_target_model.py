@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.pooled import Nodes, Pooled, Span, random_parents
 from torch import Tensor
 
 from eagle2.models.checkpoint import TargetConfig, load_tensors
 from eagle2.models.linear import packs
 from eagle2.models.target import TargetModel
 from eagle2.models.tiny import TOKENIZER_SIZE, write_tiny_target
+from tests.pooled import Nodes, Pooled, Span, random_parents
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 LLAMA3 = {
