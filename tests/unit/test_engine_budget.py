@@ -239,8 +239,8 @@ def test_drafting_comes_back_when_it_pays_again() -> None:
     assert plans[-1].shape is not None
     assert nodes > 8
     machine.chance = 0.0  # a text that the draft has no idea of
-    plans, _ = machine.run(1500, 1)
-    assert sum(plan.shape is None for plan in plans[-200:]) > 180
+    plans, _ = machine.run(1800, 1)
+    assert sum(plan.shape is None for plan in plans[-900:]) > 720, "but for surveys, and a try now and then"
     machine.chance = 1.0
     plans, nodes = machine.run(3000, 1)
     assert all(plan.shape is not None for plan in plans[-100:])

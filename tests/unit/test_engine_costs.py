@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle2.engine.costs import CostCurve, DraftCost, DraftCosts, StepCosts, sizes_up_to
+from eagle2.engine.costs import CostCurve, DraftCost, DraftCosts, OwnCosts, StepCosts, sizes_up_to
 from eagle2.engine.isotonic import isotonic
 from eagle2.engine.values import NodeValues
 
@@ -120,6 +120,18 @@ def test_what_a_context_costs_is_not_taken_for_a_slower_machine() -> None:
     for _ in range(200):
         costs.observe(8, 100, 2.0)
     assert costs.at(8, 100) == pytest.approx(2.0, rel=0.01)
+
+
+def test_what_a_tree_takes_beside_drafting_is_the_difference_to_plain_steps() -> None:
+    own = OwnCosts()
+    assert own.tree_s == 0
+    for _ in range(300):
+        own.observe(0, 0.001)
+        own.observe(8, 0.005)
+    assert own.tree_s == pytest.approx(0.0005)
+    for _ in range(300):
+        own.observe(1, 0.0005)  # by mistake of the clock, less than a plain step
+    assert own.tree_s == 0
 
 
 def test_one_size_tells_something_of_all_and_most_of_itself() -> None:

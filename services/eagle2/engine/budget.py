@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eagle2.engine.costs import DraftCost, DraftCosts, StepCosts
+from eagle2.engine.costs import DraftCost, DraftCosts, OwnCosts, StepCosts
 from eagle2.engine.isotonic import Floats
 from eagle2.engine.values import Booleans, Integers, NodeValues
 from eagle2.speculative.draft import TreeShape
@@ -19,10 +19,13 @@ from eagle2.telemetry import metrics
 from eagle2.telemetry.recorder import Recorder
 
 _WINDOW, _FEWEST = 24, 8  # surveyed trees that a choice of shape rests on
-_SURVEY_SHARE = 0.02  # of the time may go into looking at trees larger than those that pay
+# Of the time, what may go into looking at trees larger than those that pay: while some pay, and while none does, when
+# nothing else shows what has become of drafting.
+_SURVEY_SHARE, _PLAIN_SURVEY_SHARE = 0.01, 0.02
 _SURVEYED = 4  # nodes of such a tree that are verified in any case, so that its values are put to the test
 _CHOICE_STEPS = 16  # steps that a choice of shape holds for
 _MARGIN = 1.01  # another shape must be this much better: two equal ones would take turns
+_TREES_MARGIN = 1.03  # trees must be expected to gain this much: the best of many estimates is one that is too good
 _COARSE = 64  # rows of prompts and positions that make no difference to a choice
 _PLAIN = -1  # the option without a tree
 
@@ -43,7 +46,7 @@ class StepPlan:
     """The trees of one step. ``shape`` None: none, everything is decoded plainly.
 
     alone: only the first sequence that takes a tree gets one. survey: drafted to learn, whether or not it pays.
-    whole: ``shape`` is the largest one. draft_s: what drafting is expected to take, seconds.
+    whole: ``shape`` is the largest one. draft_s: what trees are expected to take before they are verified, seconds.
     """
 
     shape: TreeShape | None
@@ -109,11 +112,12 @@ class AdaptiveBudget:
     ``bounds`` is the largest tree. ``verify`` is the cost of a step of the target, ``draft`` that of trees.
 
     Trees of the largest shape ("surveys") show what every smaller shape would have given. Where a smaller shape pays
-    more, or none at all, surveys go on as often as two per cent of the time allow.
+    more, surveys go on as often as one per cent of the time allows, and two where none pays.
     """
 
     def __init__(self, bounds: TreeShape, verify: StepCosts, draft: DraftCosts) -> None:
         self.bounds, self.verify, self.draft = bounds, verify, draft
+        self.own = OwnCosts()
         self.values = NodeValues()
         widths = sorted({k for k in (1, 2, 3, 4, 6, 8, 12, 16) if k < bounds.top_k} | {bounds.top_k})
         depths = range(1, bounds.depth + 1)
@@ -180,7 +184,7 @@ class AdaptiveBudget:
         """The target's step of so many rows, which saw so many positions, took so long, all that follows included."""
         self._steps += 1
         self.values.step()
-        self._allowance_s += _SURVEY_SHARE * seconds
+        self._allowance_s += (_PLAIN_SURVEY_SHARE if self._current == _PLAIN else _SURVEY_SHARE) * seconds
         if not has_prefill:  # the rows of a prompt have no logits and cost less
             self.verify.observe(rows, context, seconds)
 
@@ -204,6 +208,7 @@ class AdaptiveBudget:
         shape = self._options[option]
         sequences = 1 if alone else load.drafting
         draft_s = self.draft.at(self._new_rows * sequences, shape.depth, shape.top_k * sequences)
+        draft_s += self.own.tree_s * sequences
         return StepPlan(shape, alone, survey, option == len(self._options) - 1, draft_s)
 
     def _choice(self, load: Load) -> int:
@@ -235,8 +240,9 @@ class AdaptiveBudget:
         draft_s = self.draft(
             self._new_rows * load.drafting, self._depths.astype(np.float64), self._widths * float(load.drafting)
         )
+        draft_s = draft_s + self.own.tree_s * load.drafting
         verified: Floats = np.cumsum(drafted, axis=1, dtype=np.float64)
         seconds = draft_s[:, None] + self.verify(rows + share * verified, load.context)
-        plain = load.decoding / self.verify.at(rows, load.context)
+        plain = _TREES_MARGIN * load.decoding / self.verify.at(rows, load.context)
         best = (tokens / seconds).max(axis=1, initial=0.0)
         return np.concatenate([[plain], best])

@@ -76,10 +76,12 @@ class AdaptiveTrees(FixedTrees):
         self._stats, self._max_sequences, self._clock = stats, max_sequences, clock
         self._plan, self._load = StepPlan(None), Load(1, 1)
         self._has_asked = False  # at this step, for a tree
+        self._began, self._draft_s, self._num_trees = 0.0, 0.0, 0  # of this step
         self._steps = 0
         self._is_measured = False
 
     def begin(self, running: Sequence[Generation], prefill_rows: int) -> None:
+        self._began, self._draft_s, self._num_trees = self._clock(), 0.0, 0
         decoding = [sequence for sequence in running if _decodes(sequence)]
         drafting = sum(sequence.speculate and sequence.num_left > 1 for sequence in decoding)
         self._load = Load(len(decoding), drafting, prefill_rows, _mean_context(decoding))
@@ -103,6 +105,7 @@ class AdaptiveTrees(FixedTrees):
         self, entries: Sequence[DraftEntry], trees: Mapping[tuple[int, int], DraftTree], seconds: float
     ) -> None:
         sequences = sum(entry.draft for entry in entries)
+        self._draft_s, self._num_trees = seconds, sequences
         rows = sum(len(entry.tokens) for entry in entries)
         sound = len(trees) == len(entries) and all(
             tree.status in (DraftStatus.OK, DraftStatus.SYNCED) for tree in trees.values()
@@ -131,6 +134,9 @@ class AdaptiveTrees(FixedTrees):
 
     def verified(self, rows: int, seconds: float, *, has_prefill: bool) -> None:
         self.budget.end_step(rows, self._load.context, seconds, has_prefill=has_prefill)
+        if not has_prefill:
+            rest = self._clock() - self._began - self._draft_s - seconds
+            self.budget.own.observe(self._num_trees, max(rest, 0.0))
         self._steps += 1
         if self._steps % _EXPORT_STEPS == 1:
             self.budget.export(self._stats)

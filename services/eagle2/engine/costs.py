@@ -195,6 +195,37 @@ class DraftCosts:
             self.curve.bend(cost.beam_rows, shape_rate * residual * levels / expected)
 
 
+class OwnCosts:
+    """Seconds of a step that are neither drafting nor the target's: questions put together, trees checked and cut.
+
+    What a tree takes is what steps with trees take more than plain ones, by tree.
+    """
+
+    def __init__(self) -> None:
+        self._plain_s, self._trees_s, self._num_trees = 0.0, 0.0, 0.0
+        self._plain_steps, self._tree_steps = 0, 0
+
+    @property
+    def tree_s(self) -> float:
+        return max(self._trees_s - self._plain_s, 0.0) / self._num_trees if self._num_trees else 0.0
+
+    def observe(self, trees: int, seconds: float) -> None:
+        """A step with so many trees took so long beside drafting and the target."""
+        if not trees:
+            self._plain_steps += 1
+            self._plain_s += _rate(self._plain_steps) * (seconds - self._plain_s)
+            return
+        self._tree_steps += 1
+        rate = _rate(self._tree_steps)
+        self._trees_s += rate * (seconds - self._trees_s)
+        self._num_trees += rate * (trees - self._num_trees)
+
+
+def _rate(steps: int) -> float:
+    """The mean at first, then a moving one."""
+    return max(1.0 / steps, _LEVEL_RATE)
+
+
 def _residual(measured: float, expected: float) -> float:
     difference = float(np.log(max(measured, _SMALLEST) / expected))
     return min(max(difference, -_FARTHEST), _FARTHEST)
