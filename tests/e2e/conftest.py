@@ -25,7 +25,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: tuple[Path, Path]) -> Iterator[Server]:
     """A running server of the tiny model. Tests leave it as they found it."""
     target, head = tiny_model
-    flags = ("--target", str(target), "--draft", str(head), "--dtype", "float32", "--threads", "1")
+    # The tiny target is as fast as its head, so that chosen trees would be none.
+    trees = ("--tree-budget", "fixed", "--depth", "2", "--top-k", "8", "--num-draft-tokens", "10")
+    flags = ("--target", str(target), "--draft", str(head), "--dtype", "float32", "--threads", "1", *trees)
     with Server(tmp_path_factory.mktemp("server") / "log", *flags) as running:
         running.wait_until_ready()
         yield running
