@@ -39,7 +39,8 @@ async def from_one_process(target: Path, head: Path) -> list[Outcome]:
     from eagle2.text.tokenizer import Tokenizer
 
     model = {"target": str(target), "draft": str(head), "dtype": "float32"}
-    service = start_in_one_process(load_settings({"model": model, "engine": {"threads": 1}}))
+    engine = {"threads": 1, "tree_budget": "fixed", "depth": 2, "top_k": 8, "num_draft_tokens": 10}  # as the server's
+    service = start_in_one_process(load_settings({"model": model, "engine": engine}))
     try:
         await wait_until_paired(service)
         tokenizer = Tokenizer((await service.describe()).tokenizer_json)

@@ -255,7 +255,7 @@ async def test_b06_an_end_of_text_at_index_2_of_a_block_of_six() -> None:
             ids, text = first["choices"][0]["token_ids"], first["choices"][0]["text"]
             assert ids == whole[: end + 1]
             assert first["choices"][0]["finish_reason"] == "stop"
-            assert handler.steps[-1].depth == 6
+            assert {step.depth for step in handler.steps if step.entries} == {6}
             blocks = (end - 1) // 7
             details = first["usage"]["completion_tokens_details"]
             assert details["accepted_prediction_tokens"] == 6 * blocks + 3, "the oracle was right to the end"

@@ -102,7 +102,7 @@ class Machine:
             self.seconds += draft_s
         self.tokens += sequences
         self.seconds += self.verify(sequences + nodes)
-        self.budget.end_step(sequences + nodes, 0, self.verify(sequences + nodes), has_prefill=False)
+        self.budget.end_step(sequences + nodes, 0, self.verify(sequences + nodes), is_measure=True)
         return plan, nodes / sequences
 
     def _accept(self, nodes: DraftedNodes) -> np.ndarray:

@@ -17,6 +17,7 @@ import pytest
 from eagle2.cli import main
 from eagle2.config import Settings
 from eagle2.evaluation.measure import bench_request, measure
+from eagle2.models.tiny import write_tiny_target
 from eagle2.protocol import Commit, GenerationRequest, ModelDescription, Usage, Verifier
 from fakes.checkpoints import golden_head, write_golden_target
 from fakes.verifier import describe
@@ -188,8 +189,11 @@ def test_what_cannot_be_done_is_one_sentence(
 
 
 @pytest.fixture
-def running(flags: list[str]) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "eagle2.cli", "generate", PROMPT, "--max-tokens", "1900", *flags]
+def running(tmp_path: Path) -> subprocess.Popen[bytes]:
+    """An answer of a random target, long enough not to end before a test that has to wait for a core."""
+    target = write_tiny_target(tmp_path / "target", max_position_embeddings=65536)
+    flags = ["--target", str(target), "--draft", "none", "--dtype", "float32", "--threads", "1"]
+    command = [sys.executable, "-m", "eagle2.cli", "generate", PROMPT, "--raw", "--max-tokens", "60000", *flags]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 

@@ -319,7 +319,7 @@ def test_numbers_that_are_none_are_not_kept() -> None:
     asked = request(SYSTEM, max_tokens=8)
     expected = kit.answer(asked)
     logits = kit.target.logits
-    kit.target.logits = lambda features: logits(features) * float("nan")  # type: ignore[method-assign]
+    kit.target.logits = lambda features, *rows: logits(features, *rows) * float("nan")  # type: ignore[method-assign]
     broken = kit.submit(request(SYSTEM + "x", max_tokens=8))
     kit.run()
     assert broken.finish_reason == "error"

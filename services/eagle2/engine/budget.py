@@ -25,7 +25,7 @@ _SURVEY_SHARE, _PLAIN_SURVEY_SHARE = 0.01, 0.02
 _SURVEYED = 4  # nodes of such a tree that are verified in any case, so that its values are put to the test
 _CHOICE_STEPS = 16  # steps that a choice of shape holds for
 _MARGIN = 1.01  # another shape must be this much better: two equal ones would take turns
-_TREES_MARGIN = 1.03  # trees must be expected to gain this much: the best of many estimates is one that is too good
+_TREES_MARGIN = 1.05  # trees must be expected to gain this much: the best of many estimates is one that is too good
 _COARSE = 64  # rows of prompts and positions that make no difference to a choice
 _PLAIN = -1  # the option without a tree
 
@@ -180,12 +180,15 @@ class AdaptiveBudget:
         self.draft.observe(cost)
         self._new_rows += 0.05 * (min(cost.new_rows / sequences, self.bounds.depth + 1.0) - self._new_rows)
 
-    def end_step(self, rows: int, context: float, seconds: float, *, has_prefill: bool) -> None:
-        """The target's step of so many rows, which saw so many positions, took so long, all that follows included."""
+    def end_step(self, rows: int, context: float, seconds: float, *, is_measure: bool) -> None:
+        """The target's step of so many rows, which saw so many positions, took so long, all that follows included.
+
+        is_measure: it tells what such steps take. One with a prompt does not, whose rows have no logits and cost less.
+        """
         self._steps += 1
         self.values.step()
         self._allowance_s += (_PLAIN_SURVEY_SHARE if self._current == _PLAIN else _SURVEY_SHARE) * seconds
-        if not has_prefill:  # the rows of a prompt have no logits and cost less
+        if is_measure:
             self.verify.observe(rows, context, seconds)
 
     def export(self, stats: Recorder) -> None:

@@ -53,8 +53,11 @@ class FixedTrees:
     def judged(self, tree: Tree, path: Sequence[int]) -> None:
         """A verified tree and the nodes on its accepted path, the root first."""
 
-    def verified(self, rows: int, seconds: float, *, has_prefill: bool) -> None:
-        """The step's forward of so many rows and what followed from it took so long."""
+    def verified(self, rows: int, seconds: float, *, has_prefill: bool, is_alone: bool) -> None:
+        """The step's forward of so many rows and what followed from it took so long.
+
+        is_alone: nothing was drafted meanwhile, which takes time from both.
+        """
 
     def idle(self, pair: Pair, target: TargetRunner) -> None:
         """Nothing is to be done."""
@@ -132,9 +135,9 @@ class AdaptiveTrees(FixedTrees):
         depths = tree.depths()[0, 1:].numpy()
         self.budget.values.observe(tree.scores[0, 1:].double().numpy(), depths, accepted[1:])
 
-    def verified(self, rows: int, seconds: float, *, has_prefill: bool) -> None:
-        self.budget.end_step(rows, self._load.context, seconds, has_prefill=has_prefill)
-        if not has_prefill:
+    def verified(self, rows: int, seconds: float, *, has_prefill: bool, is_alone: bool) -> None:
+        self.budget.end_step(rows, self._load.context, seconds, is_measure=is_alone and not has_prefill)
+        if is_alone:
             rest = self._clock() - self._began - self._draft_s - seconds
             self.budget.own.observe(self._num_trees, max(rest, 0.0))
         self._steps += 1

@@ -82,7 +82,7 @@ class Verification:
             logits = self._target.logits(features, wanted)
             self._accept(decoding, tree, starting, logits)
         seconds = self._clock() - began
-        self._trees.verified(len(builder), seconds, has_prefill=bool(prefilling) or not is_alone)
+        self._trees.verified(len(builder), seconds, has_prefill=bool(prefilling), is_alone=is_alone)
         self._stats.add(metrics.VERIFY_SECONDS, seconds)
 
     def _accept(self, decoding: list[Decoding], tree: Tree | None, starting: list[Sequence], logits: Tensor) -> None:

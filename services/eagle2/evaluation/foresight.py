@@ -43,7 +43,10 @@ class ForesightLink:
         if self._answers:
             for entry in step.entries:
                 said = self._said.setdefault(entry.sequence, [])
-                said[entry.base :] = entry.tokens.tolist()
+                if entry.opening is not None:
+                    said[:] = entry.opening.tokens[1:].tolist()  # rows that are held already are not sent
+                if not entry.only_asks:
+                    said[entry.base :] = entry.tokens.tolist()
         self._link.send(step)
 
     def receive(self, timeout_s: float) -> DraftReply | None:
