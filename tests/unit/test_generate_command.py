@@ -194,7 +194,12 @@ def running(tmp_path: Path) -> subprocess.Popen[bytes]:
     target = write_tiny_target(tmp_path / "target", max_position_embeddings=65536)
     flags = ["--target", str(target), "--draft", "none", "--dtype", "float32", "--threads", "1"]
     command = [sys.executable, "-m", "eagle2.cli", "generate", PROMPT, "--raw", "--max-tokens", "60000", *flags]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=_heed_interrupts)
+
+
+def _heed_interrupts() -> None:
+    """Whoever runs the tests in the background has them ignored, and what is started inherits that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def test_ctrl_c_in_the_middle_of_an_answer_ends_cleanly(running: subprocess.Popen[bytes]) -> None:
