@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eagle2.engine.costs import DraftCost, DraftCosts, OwnCosts, StepCosts
+from eagle2.engine.costs import DraftCost, DraftCosts, Forecast, OwnCosts, StepCosts
 from eagle2.engine.isotonic import Floats
 from eagle2.engine.values import Booleans, Integers, NodeValues
 from eagle2.speculative.draft import TreeShape
@@ -117,7 +117,7 @@ class AdaptiveBudget:
 
     def __init__(self, bounds: TreeShape, verify: StepCosts, draft: DraftCosts) -> None:
         self.bounds, self.verify, self.draft = bounds, verify, draft
-        self.own = OwnCosts()
+        self.own, self.forecast = OwnCosts(), Forecast()
         self.values = NodeValues()
         widths = sorted({k for k in (1, 2, 3, 4, 6, 8, 12, 16) if k < bounds.top_k} | {bounds.top_k})
         depths = range(1, bounds.depth + 1)
@@ -191,6 +191,12 @@ class AdaptiveBudget:
         if is_measure:
             self.verify.observe(rows, context, seconds)
 
+    def whole_step(self, plan: StepPlan, load: Load, rows: int, seconds: float) -> None:
+        """A step as planned, of so many rows with its nodes, took so long from its plan to its end."""
+        if not plan.survey:
+            expected = plan.draft_s + self.verify.at(rows, load.context)
+            self.forecast.observe(expected, seconds, plan.shape is not None, load.prefill_rows > 0)
+
     def export(self, stats: Recorder) -> None:
         """The choice, the costs and the calibration, as gauges."""
         option = None if self._current == _PLAIN else self._options[self._current]
@@ -246,6 +252,9 @@ class AdaptiveBudget:
         draft_s = draft_s + self.own.tree_s * load.drafting
         verified: Floats = np.cumsum(drafted, axis=1, dtype=np.float64)
         seconds = draft_s[:, None] + self.verify(rows + share * verified, load.context)
-        plain = _TREES_MARGIN * load.decoding / self.verify.at(rows, load.context)
-        best = (tokens / seconds).max(axis=1, initial=0.0)
+        reads = load.prefill_rows > 0
+        plain = (
+            _TREES_MARGIN * load.decoding / (self.verify.at(rows, load.context) * self.forecast.factor(False, reads))
+        )
+        best = (tokens / (seconds * self.forecast.factor(True, reads))).max(axis=1, initial=0.0)
         return np.concatenate([[plain], best])

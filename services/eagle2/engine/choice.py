@@ -79,7 +79,8 @@ class AdaptiveTrees(FixedTrees):
         self._stats, self._max_sequences, self._clock = stats, max_sequences, clock
         self._plan, self._load = StepPlan(None), Load(1, 1)
         self._has_asked = False  # at this step, for a tree
-        self._began, self._draft_s, self._num_trees = 0.0, 0.0, 0  # of this step
+        self._began: float | None = None  # this step
+        self._draft_s, self._num_trees = 0.0, 0  # of this step
         self._steps = 0
         self._is_measured = False
 
@@ -137,8 +138,11 @@ class AdaptiveTrees(FixedTrees):
 
     def verified(self, rows: int, seconds: float, *, has_prefill: bool, is_alone: bool) -> None:
         self.budget.end_step(rows, self._load.context, seconds, is_measure=is_alone and not has_prefill)
-        if is_alone:
-            rest = self._clock() - self._began - self._draft_s - seconds
+        # Without a proposer no step begins here, and one that only reads prompts decides nothing.
+        if is_alone and self._began is not None and self._load.decoding:
+            whole, self._began = self._clock() - self._began, None
+            self.budget.whole_step(self._plan, self._load, rows, whole)
+            rest = whole - self._draft_s - seconds
             self.budget.own.observe(self._num_trees, max(rest, 0.0))
         self._steps += 1
         if self._steps % _EXPORT_STEPS == 1:
