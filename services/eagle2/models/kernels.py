@@ -29,7 +29,6 @@ from eagle2.models.vectors import (
     transpose_tile,
 )
 
-BLOCK = 64
 _CONTRACT = {"contract"}  # fused multiply-add, but no reordering: sums keep the order that is written here
 
 _ZERO, _HALF, _ONE = np.float32(0), np.float32(0.5), np.float32(1)

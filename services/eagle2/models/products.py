@@ -22,12 +22,13 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 from torch import Tensor
 
+from eagle2.models.vectors import VECTOR, load, multiply_add, splat, widened
+
 COLUMNS = 32  # outputs of one block of weights
 TILE_ROWS = 16
 STEP = 32  # inner numbers that a matrix tile takes at once
 
 _FLOAT, _BYTE, _INT = ir.FloatType(), ir.IntType(8), ir.IntType(64)
-_VECTOR = ir.VectorType(_FLOAT, 16)
 _WORDS, _NARROW = ir.VectorType(ir.IntType(32), 16), ir.VectorType(ir.IntType(16), 16)
 # arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA): Linux gives a process the tile registers when it asks for them.
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
@@ -163,20 +164,20 @@ def _row_product(count):
             block = builder.gep(weights, [arguments[3]])
             target = _pointer(context, builder, signature, arguments, 4)
             rows = [builder.gep(first, [builder.mul(_INT(r), inputs)]) for r in range(count)]
-            zero = ir.Constant(_VECTOR, [0.0] * 16)
+            zero = ir.Constant(VECTOR, [0.0] * 16)
             sums = [[cgutils.alloca_once_value(builder, zero) for _ in range(2)] for _ in range(count)]
             with cgutils.for_range(builder, inputs) as loop:
                 line = builder.gep(block, [builder.mul(loop.index, _INT(COLUMNS))])
-                halves = [_load(builder, line, half) for half in (0, 16)]
+                halves = [load(builder, line, half) for half in (0, 16)]
                 for r in range(count):
-                    number = _splat(builder, builder.load(builder.gep(rows[r], [loop.index])))
+                    number = splat(builder, builder.load(builder.gep(rows[r], [loop.index])))
                     for half in range(2):
-                        total = _multiply_add(builder, number, halves[half], builder.load(sums[r][half]))
+                        total = multiply_add(builder, number, halves[half], builder.load(sums[r][half]))
                         builder.store(total, sums[r][half])
             for r in range(count):
                 for half in range(2):
                     place = builder.gep(target, [_INT(r * COLUMNS + half * 16)])
-                    place = builder.bitcast(place, _VECTOR.as_pointer())
+                    place = builder.bitcast(place, VECTOR.as_pointer())
                     builder.store(builder.load(sums[r][half]), place, align=4)
             return context.get_dummy_value()
 
@@ -210,13 +211,13 @@ def _finish(added):
             sums = builder.gep(_pointer(context, builder, signature, arguments, 0), [place])
             biases = builder.gep(_pointer(context, builder, signature, arguments, 3), [arguments[4]])
             target = builder.gep(_pointer(context, builder, signature, arguments, 5), [arguments[6]])
-            kind = _NARROW if as_bits else _VECTOR
+            kind = _NARROW if as_bits else VECTOR
             target = builder.bitcast(target, kind.as_pointer())
-            result = builder.fadd(_load(builder, sums, 0), _load(builder, biases, 0))
+            result = builder.fadd(load(builder, sums, 0), load(builder, biases, 0))
             if added:
                 before = builder.load(target, align=2 if as_bits else 4)
                 if as_bits:
-                    before, result = _widened(builder, before), _widened(builder, _rounded(builder, result))
+                    before, result = widened(builder, before), widened(builder, _rounded(builder, result))
                 result = builder.fadd(before, result)
             builder.store(_rounded(builder, result) if as_bits else result, target, align=2 if as_bits else 4)
             return context.get_dummy_value()
@@ -241,10 +242,10 @@ def round_sums(typing, sums, i, c, biases, bias, like):  # noqa: ARG001
         place = builder.add(builder.mul(arguments[1], _INT(COLUMNS)), arguments[2])
         sums = builder.gep(_pointer(context, builder, signature, arguments, 0), [place])
         biases = builder.gep(_pointer(context, builder, signature, arguments, 3), [arguments[4]])
-        result = builder.fadd(_load(builder, sums, 0), _load(builder, biases, 0))
+        result = builder.fadd(load(builder, sums, 0), load(builder, biases, 0))
         if as_bits:
-            result = _widened(builder, _rounded(builder, result))
-        builder.store(result, builder.bitcast(sums, _VECTOR.as_pointer()), align=4)
+            result = widened(builder, _rounded(builder, result))
+        builder.store(result, builder.bitcast(sums, VECTOR.as_pointer()), align=4)
         return context.get_dummy_value()
 
     index = types.int64
@@ -262,23 +263,3 @@ def _rounded(builder, vector):
     nearest = builder.lshr(builder.add(builder.add(bits, constant(0x7FFF)), odd), constant(16))
     broken = builder.fcmp_unordered("uno", vector, vector)
     return builder.trunc(builder.select(broken, constant(0x7FC0), nearest), _NARROW)
-
-
-def _widened(builder, bits):
-    return builder.bitcast(builder.shl(builder.zext(bits, _WORDS), ir.Constant(_WORDS, [16] * 16)), _VECTOR)
-
-
-def _load(builder, pointer, part):
-    return builder.load(builder.bitcast(builder.gep(pointer, [_INT(part)]), _VECTOR.as_pointer()), align=4)
-
-
-def _splat(builder, value):
-    nothing = ir.Constant(_VECTOR, ir.Undefined)
-    one = builder.insert_element(nothing, value, ir.IntType(32)(0))
-    return builder.shuffle_vector(one, nothing, ir.Constant(ir.VectorType(ir.IntType(32), 16), [0] * 16))
-
-
-def _multiply_add(builder, a, b, c):
-    kind = ir.FunctionType(_VECTOR, [_VECTOR, _VECTOR, _VECTOR])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.fma.v16f32")
-    return builder.call(function, [a, b, c])

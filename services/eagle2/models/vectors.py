@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 WIDTH = 64  # columns of one call: four vectors of sixteen
 LANES = 16  # of one vector, and rows and columns of a tile
 _FLOAT, _INT = ir.FloatType(), ir.IntType(64)
-_VECTOR = ir.VectorType(_FLOAT, 16)
+VECTOR = ir.VectorType(_FLOAT, 16)
 _PARTS = range(0, WIDTH, 16)
 
 
@@ -48,21 +48,21 @@ def _accumulation(count, fresh):
             sums = []
             for n, result in enumerate(results):
                 for part in _PARTS:
-                    start = ir.Constant(_VECTOR, [0.0] * 16)
+                    start = ir.Constant(VECTOR, [0.0] * 16)
                     if not fresh:
                         scale = builder.load(builder.gep(array(5).data, [_INT(n)]))
-                        start = builder.fmul(_splat(builder, scale), _load(builder, result, part))
+                        start = builder.fmul(splat(builder, scale), load(builder, result, part))
                     sums.append(cgutils.alloca_once_value(builder, start))
             with cgutils.for_range(builder, length) as loop:
                 row = builder.gep(first_row, [builder.mul(loop.index, columns)])
-                parts = [_load(builder, row, part) for part in _PARTS]
+                parts = [load(builder, row, part) for part in _PARTS]
                 for n, numbers in enumerate(weights):
-                    weight = _splat(builder, builder.load(builder.gep(numbers, [loop.index])))
+                    weight = splat(builder, builder.load(builder.gep(numbers, [loop.index])))
                     for part, total in zip(parts, sums[n * len(_PARTS) :], strict=False):
-                        builder.store(_fused_multiply_add(builder, weight, part, builder.load(total)), total)
+                        builder.store(multiply_add(builder, weight, part, builder.load(total)), total)
             for n, result in enumerate(results):
                 for part, total in zip(_PARTS, sums[n * len(_PARTS) :], strict=False):
-                    target = builder.bitcast(builder.gep(result, [_INT(part)]), _VECTOR.as_pointer())
+                    target = builder.bitcast(builder.gep(result, [_INT(part)]), VECTOR.as_pointer())
                     builder.store(builder.load(total), target, align=4)
             return context.get_dummy_value()
 
@@ -97,7 +97,7 @@ def transpose_tile(typing, pool, head, column, slots, first, last, keys, lane): 
             rows.append(_load_row(builder, builder.gep(array(0).data, [row]), stored_as_bits))
         for c, vector in enumerate(_transposed(builder, rows)):
             place = builder.add(builder.mul(builder.add(column, _INT(c)), positions), lane)
-            target = builder.bitcast(builder.gep(array(6).data, [place]), _VECTOR.as_pointer())
+            target = builder.bitcast(builder.gep(array(6).data, [place]), VECTOR.as_pointer())
             builder.store(vector, target, align=4)
         return context.get_dummy_value()
 
@@ -118,7 +118,7 @@ def copy_lanes(typing, pool, slot, head, column, values, row):  # noqa: ARG001
         place = builder.add(builder.mul(builder.add(builder.mul(slot, heads), head), dim), column)
         vector = _load_row(builder, builder.gep(source.data, [place]), stored_as_bits)
         place = builder.add(builder.mul(row, cgutils.unpack_tuple(builder, target.shape)[1]), column)
-        builder.store(vector, builder.bitcast(builder.gep(target.data, [place]), _VECTOR.as_pointer()), align=4)
+        builder.store(vector, builder.bitcast(builder.gep(target.data, [place]), VECTOR.as_pointer()), align=4)
         return context.get_dummy_value()
 
     index = types.int64
@@ -127,10 +127,9 @@ def copy_lanes(typing, pool, slot, head, column, values, row):  # noqa: ARG001
 
 def _load_row(builder, pointer, stored_as_bits):
     if not stored_as_bits:
-        return builder.load(builder.bitcast(pointer, _VECTOR.as_pointer()), align=4)
-    narrow, wide = ir.VectorType(ir.IntType(16), LANES), ir.VectorType(ir.IntType(32), LANES)
-    bits = builder.load(builder.bitcast(pointer, narrow.as_pointer()), align=2)
-    return builder.bitcast(builder.shl(builder.zext(bits, wide), ir.Constant(wide, [16] * LANES)), _VECTOR)
+        return builder.load(builder.bitcast(pointer, VECTOR.as_pointer()), align=4)
+    bits = builder.load(builder.bitcast(pointer, ir.VectorType(ir.IntType(16), LANES).as_pointer()), align=2)
+    return widened(builder, bits)
 
 
 def _transposed(builder, rows):
@@ -148,20 +147,29 @@ def _transposed(builder, rows):
     return rows
 
 
-def _load(builder, pointer, part):
-    return builder.load(builder.bitcast(builder.gep(pointer, [_INT(part)]), _VECTOR.as_pointer()), align=4)
+def load(builder, pointer, part):
+    """Sixteen float32 from ``part`` numbers behind ``pointer`` on."""
+    return builder.load(builder.bitcast(builder.gep(pointer, [_INT(part)]), VECTOR.as_pointer()), align=4)
 
 
-def _splat(builder, value):
-    nothing = ir.Constant(_VECTOR, ir.Undefined)
+def splat(builder, value):
+    """One float32 in all lanes."""
+    nothing = ir.Constant(VECTOR, ir.Undefined)
     one = builder.insert_element(nothing, value, ir.IntType(32)(0))
     return builder.shuffle_vector(one, nothing, ir.Constant(ir.VectorType(ir.IntType(32), 16), [0] * 16))
 
 
-def _fused_multiply_add(builder, a, b, c):
-    kind = ir.FunctionType(_VECTOR, [_VECTOR, _VECTOR, _VECTOR])
+def multiply_add(builder, a, b, c):
+    """a * b + c, rounded once."""
+    kind = ir.FunctionType(VECTOR, [VECTOR, VECTOR, VECTOR])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.fma.v16f32")
     return builder.call(function, [a, b, c])
+
+
+def widened(builder, bits):
+    """Sixteen bfloat16 bits as float32: they are the upper half."""
+    words = ir.VectorType(ir.IntType(32), LANES)
+    return builder.bitcast(builder.shl(builder.zext(bits, words), ir.Constant(words, [16] * LANES)), VECTOR)
 
 
 sum_rows_1, sum_rows_2, sum_rows_3, sum_rows_4 = (_accumulation(count, fresh=True) for count in (1, 2, 3, 4))
