@@ -18,15 +18,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from eagle2.config import Settings, load_settings
-from eagle2.engine.assemble import build_engine, load_checkpoint, load_draft_runner, load_target_model
+from eagle2.engine.assemble import build_engine, load_checkpoint, load_target_model
 from eagle2.engine.engine import Engine
 from eagle2.evaluation.machine import Conditions
 from eagle2.evaluation.measure import bench_request
 from eagle2.protocol import Commit
 from eagle2.telemetry import metrics
-from eagle2.transport.base import ProposerLink
-from eagle2.transport.local import LocalLink
-from eagle2.verifier.start import new_incarnation
+from eagle2.verifier.start import connect_in_process, new_incarnation
 
 _WARM_COMMITS = 8  # of every sequence that decodes, before the prompt arrives
 _TEXT = "The harbour was quiet in the morning, and the boats lay side by side along the old stone wall. "
@@ -130,14 +128,7 @@ def main() -> None:
 
     def engine_with(bound: float | None) -> Engine:
         settings = _settings(arguments, bound)
-        connect = None
-        if settings.model.draft is not None:
-            incarnation = new_incarnation()
-            runner = load_draft_runner(settings, checkpoint, incarnation)
-
-            def connect() -> ProposerLink:
-                return LocalLink(runner, incarnation=incarnation)
-
+        connect = connect_in_process(settings, checkpoint)
         return build_engine(settings, checkpoint, connect, new_incarnation(), model, clock=clock)
 
     engines = {str(bound): engine_with(bound) for bound in bounds}

@@ -18,15 +18,13 @@ from functools import partial
 import numpy as np
 
 from eagle2.config import Settings, load_settings
-from eagle2.engine.assemble import build_engine, load_checkpoint, load_draft_runner, load_target_model
+from eagle2.engine.assemble import build_engine, load_checkpoint, load_target_model
 from eagle2.engine.engine import Engine
 from eagle2.evaluation.machine import Conditions
 from eagle2.evaluation.measure import bench_request
 from eagle2.protocol import Commit
 from eagle2.telemetry import metrics
-from eagle2.transport.base import ProposerLink
-from eagle2.transport.local import LocalLink
-from eagle2.verifier.start import new_incarnation
+from eagle2.verifier.start import connect_in_process, new_incarnation
 
 _TEXT = "The harbour was quiet in the morning, and the boats lay side by side along the old stone wall. "
 _LINE = "And what did the keeper of the harbour say about the weather of that day?"
@@ -87,12 +85,7 @@ def main() -> None:
 
     def engine_with(kept: bool) -> Engine:
         drafting: Settings = replace(settings, engine=replace(settings.engine, prefix_cache=kept))
-        incarnation = new_incarnation()
-        runner = load_draft_runner(drafting, checkpoint, incarnation)
-
-        def connect() -> ProposerLink:
-            return LocalLink(runner, incarnation=incarnation)
-
+        connect = connect_in_process(drafting, checkpoint)
         engine = build_engine(settings, checkpoint, connect, new_incarnation(), model)
         while not engine.stats.get(metrics.PROPOSER_UP):
             engine.step()

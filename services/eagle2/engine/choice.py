@@ -86,7 +86,7 @@ class AdaptiveTrees(FixedTrees):
 
     def begin(self, running: Sequence[Generation], prefill_rows: int) -> None:
         self._began, self._draft_s, self._num_trees = self._clock(), 0.0, 0
-        decoding = [sequence for sequence in running if _decodes(sequence)]
+        decoding = [sequence for sequence in running if sequence.decodes]
         drafting = sum(sequence.speculate and sequence.num_left > 1 for sequence in decoding)
         self._load = Load(len(decoding), drafting, prefill_rows, _mean_context(decoding))
         self._plan = self.budget.plan(self._load)
@@ -101,7 +101,7 @@ class AdaptiveTrees(FixedTrees):
             return False
         if not self._plan.alone:
             return True
-        first = not self._has_asked and _decodes(sequence) and sequence.num_left > 1
+        first = not self._has_asked and sequence.decodes and sequence.num_left > 1
         self._has_asked |= first
         return first
 
@@ -158,7 +158,3 @@ class AdaptiveTrees(FixedTrees):
 
 def _mean_context(decoding: Sequence[Generation]) -> int:
     return sum(len(sequence.table) for sequence in decoding) // max(len(decoding), 1)
-
-
-def _decodes(sequence: Generation) -> bool:
-    return sequence.has_root and sequence.num_to_prefill == 0

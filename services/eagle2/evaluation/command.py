@@ -32,6 +32,7 @@ from eagle2.evaluation.tables import results_json, tables_text
 from eagle2.evaluation.tau import TauMeasurement
 from eagle2.evaluation.trees import PAPER, ShapedEngine, parse_shapes
 from eagle2.models.loader import resolve_draft
+from eagle2.operations.argument_types import positive_int
 from eagle2.operations.settings_flags import add_engine_flags, add_model_flags, given_settings
 from eagle2.speculative.draft import TreeShape
 
@@ -51,10 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
          "where it lies beside the checkout, else eight of the package")  # fmt: skip
     both("--shapes", metavar="LIST", help="trees as drafted tokens/depth/top_k: 8/4/4,16/4/6,paper; default: the tree "
          "that is served, for tables the paper's before it")  # fmt: skip
-    both("--limit", type=_positive, metavar="N", help=f"questions to take, from all categories (default {_LIMIT}; for "
-         f"tables {_TABLE_LIMIT} a task)")  # fmt: skip
-    both("--max-tokens", type=_positive, default=128, metavar="N", help="tokens an answer (default 128)")
-    both("--rounds", type=_positive, default=3, metavar="N", help="rounds that the medians are taken over (default 3)")
+    both("--limit", type=positive_int, metavar="N", help="questions to take, from all categories "
+         f"(default {_LIMIT}; for tables {_TABLE_LIMIT} a task)")  # fmt: skip
+    both("--max-tokens", type=positive_int, default=128, metavar="N", help="tokens an answer (default 128)")
+    both(
+        "--rounds", type=positive_int, default=3, metavar="N", help="rounds that the medians are taken over (default 3)"
+    )
     both("--no-baseline", action="store_true", help="leave transformers out of the comparison")
     both("--out", type=Path, metavar="DIR", help="write the report there too; tables go on with what DIR holds already")
     table = parser.add_argument_group("tables of methods by tasks (any of these options asks for them)").add_argument
@@ -66,7 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     table("--fast", action="store_true", help="for tau, verify only the nodes that plain decoding's answer goes "
           "through: the same figures sooner, checked on a question of each method")  # fmt: skip
     table("--speed-methods", metavar="LIST", help=f"methods that are timed beside plain decoding (default {EAGLE2})")
-    table("--speed-limit", type=_positive, default=10, metavar="N", help="questions that are timed (default 10 a task)")
+    table(
+        "--speed-limit", type=positive_int, default=10, metavar="N", help="questions that are timed (default 10 a task)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -240,10 +245,3 @@ def _publish(out: Path | None, name: str, text: str, values: dict[str, Any]) -> 
 def say(text: str) -> None:
     """Progress goes to stderr: stdout is the report."""
     print(f"eagle2 bench: {text}", file=sys.stderr, flush=True)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1 on")
-    return value

@@ -7,7 +7,8 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 from eagle2.config import Settings
-from eagle2.engine.assemble import build_engine, describe, load_checkpoint, load_draft_runner
+from eagle2.engine.assemble import Checkpoint, build_engine, describe, load_checkpoint, load_draft_runner
+from eagle2.engine.pair import Connect
 from eagle2.models.dtype import use_threads
 from eagle2.transport.base import ProposerLink
 from eagle2.transport.local import LocalLink
@@ -42,16 +43,21 @@ def start_in_one_process(settings: Settings) -> VerifierService:
     """The same engine with the drafter in the same process: no Ray, no socket."""
     use_threads(settings.engine.threads)
     checkpoint = load_checkpoint(settings.model)
-    connect = None
-    if settings.model.draft is not None:
-        incarnation = new_incarnation()
-        runner = load_draft_runner(settings, checkpoint, incarnation)
-
-        def connect() -> ProposerLink:
-            return LocalLink(runner, incarnation=incarnation)
-
-    engine = build_engine(settings, checkpoint, connect, new_incarnation())
+    engine = build_engine(settings, checkpoint, connect_in_process(settings, checkpoint), new_incarnation())
     return VerifierService(engine, describe(settings, checkpoint))
+
+
+def connect_in_process(settings: Settings, checkpoint: Checkpoint) -> Connect | None:
+    """A drafter in this process, loaded now, for one engine; None where the settings name no draft head."""
+    if settings.model.draft is None:
+        return None
+    incarnation = new_incarnation()
+    runner = load_draft_runner(settings, checkpoint, incarnation)
+
+    def connect() -> ProposerLink:
+        return LocalLink(runner, incarnation=incarnation)
+
+    return connect
 
 
 def new_incarnation() -> int:

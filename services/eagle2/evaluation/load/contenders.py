@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -13,17 +13,16 @@ from eagle2.engine.assemble import (
     build_engine,
     describe,
     load_checkpoint,
-    load_draft_runner,
     load_target_model,
 )
+from eagle2.engine.pair import Connect
 from eagle2.evaluation.load.proposer_process import ProposerProcess
 from eagle2.evaluation.trees import shape_name
 from eagle2.models.target import TargetModel
 from eagle2.speculative.draft import TreeShape
 from eagle2.transport.base import ProposerLink
-from eagle2.transport.local import LocalLink
 from eagle2.verifier.service import VerifierService
-from eagle2.verifier.start import new_incarnation
+from eagle2.verifier.start import connect_in_process, new_incarnation
 
 OFF, ADAPTIVE = "off", "adaptive"
 
@@ -72,7 +71,7 @@ class LoadedEngine:
         self.contender = contender
         settings = contender.settings(common)
         self._process: ProposerProcess | None = None
-        connect: Callable[[], ProposerLink] | None = None
+        connect: Connect | None = None
         incarnation = new_incarnation()
         if contender.shape is not None and proposers == "process":
             self._process = process = ProposerProcess(settings, checkpoint.fingerprint)
@@ -81,11 +80,7 @@ class LoadedEngine:
                 return process.connect(incarnation)
 
         elif contender.shape is not None:
-            of_drafts = new_incarnation()
-            runner = load_draft_runner(settings, checkpoint, of_drafts)
-
-            def connect() -> ProposerLink:
-                return LocalLink(runner, incarnation=of_drafts)
+            connect = connect_in_process(settings, checkpoint)
 
         self._engine = build_engine(settings, checkpoint, connect, incarnation, model)
         self.service = VerifierService(self._engine, describe(settings, checkpoint))

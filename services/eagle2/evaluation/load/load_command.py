@@ -23,6 +23,7 @@ from eagle2.evaluation.prompts import PromptEncoder
 from eagle2.evaluation.questions import default_questions, read_questions
 from eagle2.evaluation.report import conditions_json, conditions_lines, write_report
 from eagle2.evaluation.trees import parse_shapes
+from eagle2.operations.argument_types import positive_int
 from eagle2.operations.settings_flags import add_engine_flags, add_model_flags, given_settings
 from eagle2.protocol import ModelDescription
 
@@ -46,14 +47,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--concurrency", default=_CONCURRENCY, metavar="LIST", help="sequences at once (default "
         f"{_CONCURRENCY}); '' for none")  # fmt: skip
     add("--rates", default="", metavar="LIST", help="open loop: requests a second, Poisson (default: none)")
-    add("--arrivals", type=_positive, default=24, metavar="N", help="requests of an open loop (default 24)")
+    add("--arrivals", type=positive_int, default=24, metavar="N", help="requests of an open loop (default 24)")
     add("--prompts", type=Path, metavar="FILE", help="questions in JSONL ('turns' or 'prompt'); default: MT-bench "
         "where it lies beside the checkout, else eight of the package")  # fmt: skip
-    add("--limit", type=_positive, default=40, metavar="N", help="questions to take (default 40)")
-    add("--max-tokens", type=_positive, default=64, metavar="N", help="tokens an answer (default 64)")
-    add("--answers", type=_positive, default=4, metavar="N", help="answers' worth of tokens that a window has at "
+    add("--limit", type=positive_int, default=40, metavar="N", help="questions to take (default 40)")
+    add("--max-tokens", type=positive_int, default=64, metavar="N", help="tokens an answer (default 64)")
+    add("--answers", type=positive_int, default=4, metavar="N", help="answers' worth of tokens that a window has at "
         "least; never fewer than half a one for each sequence (default 4)")  # fmt: skip
-    add("--rounds", type=_positive, default=5, metavar="N", help="rounds that are paired (default 5)")
+    add("--rounds", type=positive_int, default=5, metavar="N", help="rounds that are paired (default 5)")
     add("--proposer", choices=("process", "inline"), default="process", help="draft in a process of its own, as "
         "served (default), or in the engine's thread")  # fmt: skip
     add("--out", type=Path, metavar="DIR", help="write the report there too, as load.md and load.json")
@@ -178,10 +179,3 @@ def _numbers(text: str, option: str, kind: Callable[[str], N]) -> list[N]:
 def say(text: str) -> None:
     """Progress goes to stderr: stdout is the report."""
     print(f"eagle2 bench serve: {text}", file=sys.stderr, flush=True)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1 on")
-    return value
