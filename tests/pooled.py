@@ -6,8 +6,10 @@ having been written shows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from eagle2.engine.batch import RowsBuilder
 from eagle2.kv_cache.slots import SlotPool, Slots, SlotTable
+from eagle2.models.attention import KVPool, rotated
 from eagle2.models.draft import DraftModel
 from eagle2.models.rows import Rows
 from eagle2.models.target import TargetModel
@@ -99,6 +102,26 @@ def shuffled_pool(num_slots: int, seed: int) -> SlotPool:
     for slot in np.random.default_rng(seed).permutation(pool.allocate(num_slots)):
         pool.release(np.array([slot], np.int32))
     return pool
+
+
+def softmax_attention(rows: Rows, qkv: Tensor, cos: Tensor, sin: Tensor, pool: KVPool, heads: int) -> Tensor:
+    """What attention should give, (T, heads * D): row by row rotate, write, then softmax over what the row sees, in
+    float64. The pool stays as it is."""
+    kv_heads, dim = pool.keys.shape[2:]
+    keys, values = pool.keys[0].clone(), pool.values[0].clone()
+    q, k, v = qkv.view(len(rows), -1, dim).split([heads, kv_heads, kv_heads], dim=1)
+    q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+    slots = rows.slots.long()
+    keys[slots], values[slots] = k.to(keys.dtype), v
+    out = []
+    for sequence, (begin, end) in enumerate(pairwise(rows.starts.tolist())):
+        for row in range(begin, end):
+            table = rows.tables[sequence, : int(rows.lengths[row])]
+            seen = torch.cat([table, rows.paths[row, : int(rows.path_lengths[row])]]).long()
+            groups = q[row].double().view(kv_heads, -1, dim)
+            scores = torch.einsum("hgd,lhd->hgl", groups, keys[seen].double()) / math.sqrt(dim)
+            out.append(torch.einsum("hgl,lhd->hgd", scores.softmax(-1), values[seen].double()).flatten())
+    return torch.stack(out)
 
 
 def random_parents(generator: np.random.Generator, count: int) -> list[int]:

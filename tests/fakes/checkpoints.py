@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from fakes.verifier import byte_tokenizer_json
@@ -29,3 +30,15 @@ def write_golden_target(folder: Path, *, template: bool = True) -> Path:
 
 def golden_head() -> Path:
     return GOLDEN / "head_A"
+
+
+def golden_flags(target: Path) -> list[str]:
+    """The pair as a command line names it; ``target``: its folder."""
+    return ["--target", str(target), "--draft", str(golden_head()), "--dtype", "float32", "--threads", "1"]
+
+
+def questions_flags(folder: Path, sentences: Sequence[str]) -> list[str]:
+    """A bench of the pair that asks these sentences; its files go into ``folder``."""
+    target, asked = write_golden_target(folder / "target"), folder / "asked.jsonl"
+    asked.write_text("".join(json.dumps({"prompt": sentence}) + "\n" for sentence in sentences))
+    return [*golden_flags(target), "--prompts", str(asked)]

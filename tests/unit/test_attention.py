@@ -13,9 +13,9 @@ from torch import Tensor
 
 from eagle2.engine.batch import RowsBuilder
 from eagle2.models import kernels
-from eagle2.models.attention import KVPool, RowLayout, as_array, rotated
+from eagle2.models.attention import KVPool, RowLayout, as_array
 from eagle2.models.rows import Rows
-from tests.pooled import random_parents, shuffled_pool
+from tests.pooled import random_parents, shuffled_pool, softmax_attention
 
 HEADS = [(4, 4, 16), (6, 2, 32), (3, 1, 64), (4, 2, 12), (2, 1, 2)]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -73,23 +73,7 @@ class Batch:
         return out[: len(self.rows)]
 
     def expected(self) -> Tensor:
-        """Row by row: rotate, write, then softmax over what the row sees, in float64."""
-        kv_heads, dim = self.pool.keys.shape[2:]
-        keys, values = self.pool.keys[0].clone(), self.pool.values[0].clone()
-        q, k, v = self.qkv.view(len(self.rows), -1, dim).split([self.heads, kv_heads, kv_heads], dim=1)
-        q, k = rotated(q, self.cos, self.sin), rotated(k, self.cos, self.sin)
-        slots = self.rows.slots.long()
-        keys[slots], values[slots] = k.to(keys.dtype), v
-        starts = self.rows.starts.tolist()
-        out = []
-        for sequence, (begin, end) in enumerate(pairwise(starts)):
-            for row in range(begin, end):
-                table = self.rows.tables[sequence, : int(self.rows.lengths[row])]
-                seen = torch.cat([table, self.rows.paths[row, : int(self.rows.path_lengths[row])]]).long()
-                groups = q[row].double().view(kv_heads, -1, dim)
-                scores = torch.einsum("hgd,lhd->hgl", groups, keys[seen].double()) / math.sqrt(dim)
-                out.append(torch.einsum("hgl,lhd->hgd", scores.softmax(-1), values[seen].double()).flatten())
-        return torch.stack(out)
+        return softmax_attention(self.rows, self.qkv, self.cos, self.sin, self.pool, self.heads)
 
 
 class GatheredLayout(RowLayout):

@@ -16,7 +16,7 @@ from eagle2.evaluation.baseline import TransformersBaseline
 from eagle2.evaluation.measure import Generation
 from eagle2.evaluation.trees import PAPER, parse_shapes, shape_name
 from eagle2.speculative.draft import TreeShape
-from fakes.checkpoints import golden_head, write_golden_target
+from fakes.checkpoints import questions_flags
 from fakes.lossy import change_drafted_tokens
 
 SENTENCES = ("our neighbour buys the red mirror ", "the old sailor ", "the queen follows the silver ")
@@ -24,12 +24,7 @@ SENTENCES = ("our neighbour buys the red mirror ", "the old sailor ", "the queen
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    folder = tmp_path_factory.mktemp("bench")
-    target = write_golden_target(folder / "target")
-    asked = folder / "asked.jsonl"
-    asked.write_text("".join(json.dumps({"prompt": sentence}) + "\n" for sentence in SENTENCES))
-    model = ["--target", str(target), "--draft", str(golden_head()), "--dtype", "float32", "--threads", "1"]
-    return [*model, "--prompts", str(asked)]
+    return questions_flags(tmp_path_factory.mktemp("bench"), SENTENCES)
 
 
 def test_three_systems_are_measured_in_one_run(

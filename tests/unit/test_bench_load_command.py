@@ -11,7 +11,7 @@ from eagle2.cli import main
 from eagle2.config import ModelSettings, Settings
 from eagle2.errors import UnavailableError
 from eagle2.evaluation.load.proposer_process import ProposerProcess
-from fakes.checkpoints import golden_head, write_golden_target
+from fakes.checkpoints import questions_flags
 from fakes.lossy import change_drafted_tokens
 
 SENTENCES = ("our neighbour buys the red mirror ", "the old sailor ", "the queen follows the silver ")
@@ -19,12 +19,8 @@ SENTENCES = ("our neighbour buys the red mirror ", "the old sailor ", "the queen
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    folder = tmp_path_factory.mktemp("bench")
-    target = write_golden_target(folder / "target")
-    asked = folder / "asked.jsonl"
-    asked.write_text("".join(json.dumps({"prompt": sentence}) + "\n" for sentence in SENTENCES))
-    model = ["--target", str(target), "--draft", str(golden_head()), "--dtype", "float32", "--threads", "1"]
-    return [*model, "--prompts", str(asked), "--max-tokens", "12", "--answers", "2"]
+    asked = questions_flags(tmp_path_factory.mktemp("bench"), SENTENCES)
+    return [*asked, "--max-tokens", "12", "--answers", "2"]
 
 
 @pytest.mark.slow

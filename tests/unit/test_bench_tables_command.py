@@ -13,7 +13,7 @@ from eagle2.cli import main
 from eagle2.evaluation.speed_cells import SpeedMeasurement
 from eagle2.protocol import Commit, GenerationRequest
 from eagle2.verifier.service import VerifierService
-from fakes.checkpoints import golden_head, write_golden_target
+from fakes.checkpoints import golden_flags, write_golden_target
 from fakes.lossy import change_drafted_tokens
 
 SENTENCES = ("our neighbour buys the red mirror ", "the old sailor ", "the queen follows the silver ")
@@ -27,8 +27,7 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     data.mkdir()
     (data / "mt_bench.jsonl").write_text(json.dumps({"turns": [SENTENCES[0], "and the old king "]}) + "\n")
     (data / "qa.jsonl").write_text("".join(json.dumps({"prompt": sentence}) + "\n" for sentence in SENTENCES[1:]))
-    model = ["--target", str(target), "--draft", str(golden_head()), "--dtype", "float32", "--threads", "1"]
-    return [*model, "--data", str(data), "--tasks", "mt_bench,qa", "--max-tokens", "24"]
+    return [*golden_flags(target), "--data", str(data), "--tasks", "mt_bench,qa", "--max-tokens", "24"]
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from eagle2.config import Settings
 from eagle2.evaluation.measure import bench_request, measure
 from eagle2.models.tiny import write_tiny_target
 from eagle2.protocol import Commit, GenerationRequest, ModelDescription, Usage, Verifier
-from fakes.checkpoints import golden_head, write_golden_target
+from fakes.checkpoints import golden_flags, write_golden_target
 from fakes.verifier import describe
 from golden_pair import load_target
 
@@ -40,7 +40,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def flags(target: Path) -> list[str]:
-    return ["--target", str(target), "--draft", str(golden_head()), "--dtype", "float32", "--threads", "1"]
+    return golden_flags(target)
 
 
 def test_the_answer_alone_is_on_stdout_and_its_numbers_on_stderr(

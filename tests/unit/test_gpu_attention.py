@@ -5,10 +5,8 @@ Bfloat16 is not among the dtypes: the interpreter multiplies its bits as if they
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator
-from itertools import pairwise
 from types import ModuleType
 
 import numpy as np
@@ -18,9 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eagle2.engine.batch import RowsBuilder
-from eagle2.models.attention import KVPool, RowLayout, rotated
+from eagle2.models.attention import KVPool, RowLayout
 from eagle2.models.rows import Rows
-from tests.pooled import random_parents, shuffled_pool
+from tests.pooled import random_parents, shuffled_pool, softmax_attention
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -98,22 +96,7 @@ class Batch:
         return out
 
     def expected(self) -> Tensor:
-        """Row by row: rotate, write, then softmax over what the row sees."""
-        kv_heads, dim = self.pool.keys.shape[2:]
-        keys, values = self.pool.keys[0].clone(), self.pool.values[0].clone()
-        q, k, v = self.qkv.view(len(self.rows), -1, dim).split([self.heads, kv_heads, kv_heads], dim=1)
-        q, k = rotated(q, self.cos, self.sin), rotated(k, self.cos, self.sin)
-        slots = self.rows.slots.long()
-        keys[slots], values[slots] = k.to(keys.dtype), v
-        out = []
-        for sequence, (begin, end) in enumerate(pairwise(self.rows.starts.tolist())):
-            for row in range(begin, end):
-                table = self.rows.tables[sequence, : int(self.rows.lengths[row])]
-                seen = torch.cat([table, self.rows.paths[row, : int(self.rows.path_lengths[row])]]).long()
-                groups = q[row].double().view(kv_heads, -1, dim)
-                scores = torch.einsum("hgd,lhd->hgl", groups, keys[seen].double()) / math.sqrt(dim)
-                out.append(torch.einsum("hgl,lhd->hgd", scores.softmax(-1), values[seen].double()).flatten())
-        return torch.stack(out)
+        return softmax_attention(self.rows, self.qkv, self.cos, self.sin, self.pool, self.heads)
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
