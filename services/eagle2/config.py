@@ -123,18 +123,100 @@ class HttpSettings:
     """Where the HTTP API listens, and what it allows.
 
     ``default_max_tokens`` bounds answers whose request names no bound; None lets them run to the end of the context.
-    ``request_timeout_s`` becomes the deadline of a generation; None sets none.
+    ``request_timeout_s`` becomes the deadline of a generation; None sets none. ``max_prompt_tokens`` and
+    ``max_body_bytes`` are what a request may have at most.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
     default_max_tokens: int | None = None
     request_timeout_s: float | None = None
+    max_prompt_tokens: int = 8192
+    max_body_bytes: int = 4 * 1024 * 1024
 
     def __post_init__(self) -> None:
         _require(0 < self.port < 65536, f"port must lie between 1 and 65535, not {self.port}.")
-        _at_least(self, 1, "default_max_tokens")
+        _at_least(self, 1, "default_max_tokens", "max_prompt_tokens", "max_body_bytes")
         _at_least(self, 0.001, "request_timeout_s")
+
+
+@with_config(_STRICT)
+@dataclass(frozen=True, slots=True)
+class SessionSettings:
+    """Where it is kept which verifier holds which conversation.
+
+    ``store`` is ``memory://`` for one router, ``redis://``, ``rediss://`` or
+    ``redis+sentinel://host:port,host:port/service/db`` for several. A session is forgotten ``ttl_s`` after its last
+    use. A request waits ``timeout_s`` for the store at most and goes on without it; a store that fails is left alone
+    for ``retry_s``.
+    """
+
+    store: str = "memory://"
+    ttl_s: float = 3600.0
+    timeout_s: float = 0.1
+    retry_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        _at_least(self, 0.001, "ttl_s", "timeout_s", "retry_s")
+        schemes = ("memory://", "redis://", "rediss://", "redis+sentinel://", "rediss+sentinel://")
+        # The URL may hold a password, which does not belong into a message.
+        scheme = self.store.partition("://")[0]
+        _require(self.store.startswith(schemes), f"store must begin with one of {', '.join(schemes)}, not {scheme}.")
+
+
+@with_config(_STRICT)
+@dataclass(frozen=True, slots=True)
+class RoutingSettings:
+    """Which verifier a request goes to, and what happens when that one fails.
+
+    ``affinity`` "session" sends a conversation to where its KV cache is, "random" anywhere (to measure what the former
+    gains). A replica with more than ``load_bound`` times the mean load (and no free place) is passed over even then. A
+    stream of which nothing comes for ``progress_timeout_s`` goes on elsewhere; one request is tried ``max_attempts``
+    times, and retries are at most ``retry_share`` of all requests in the long run. A request that has crashed two
+    replicas is refused for ``quarantine_s``.
+    """
+
+    affinity: Literal["session", "random"] = "session"
+    load_bound: float = 1.25
+    progress_timeout_s: float = 30.0
+    max_attempts: int = 4
+    retry_share: float = 0.2
+    quarantine_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "load_bound", "max_attempts")
+        _at_least(self, 0.001, "progress_timeout_s", "quarantine_s")
+        _at_least(self, 0, "retry_share")
+
+
+@with_config(_STRICT)
+@dataclass(frozen=True, slots=True)
+class AdmissionSettings:
+    """How many requests wait in a router: ``max_queued`` at most, and none that would wait above ``max_wait_s``."""
+
+    max_queued: int = 1024
+    max_wait_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        _at_least(self, 0, "max_queued")
+        _at_least(self, 0.001, "max_wait_s")
+
+
+@with_config(_STRICT)
+@dataclass(frozen=True, slots=True)
+class TenantSettings:
+    """Who may ask, and how much. ``keys_file`` None serves everybody.
+
+    ``requests_per_minute`` and ``tokens_per_minute`` (prompt and answer) hold for each key that has no limits of its
+    own in the file; None for no limit.
+    """
+
+    keys_file: str | None = None
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "requests_per_minute", "tokens_per_minute")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +227,10 @@ class Settings:
     engine: EngineSettings = field(default_factory=EngineSettings)
     pair: PairSettings = field(default_factory=PairSettings)
     http: HttpSettings = field(default_factory=HttpSettings)
+    session: SessionSettings = field(default_factory=SessionSettings)
+    routing: RoutingSettings = field(default_factory=RoutingSettings)
+    admission: AdmissionSettings = field(default_factory=AdmissionSettings)
+    tenants: TenantSettings = field(default_factory=TenantSettings)
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """Plain values by section and name, as ``load_settings`` takes them back."""
@@ -172,6 +258,10 @@ def load_settings(
         engine: EngineSettings = EngineSettings()
         pair: PairSettings = PairSettings()
         http: HttpSettings = HttpSettings()
+        session: SessionSettings = SessionSettings()
+        routing: RoutingSettings = RoutingSettings()
+        admission: AdmissionSettings = AdmissionSettings()
+        tenants: TenantSettings = TenantSettings()
 
         @classmethod
         def settings_customise_sources(
@@ -191,7 +281,7 @@ def load_settings(
         edge = Edge(**dict(flags or {}))
     except ValidationError as error:
         raise ConfigError(_sentence(error)) from None
-    return Settings(model=edge.model, engine=edge.engine, pair=edge.pair, http=edge.http)
+    return Settings(**{section: getattr(edge, section) for section in _SECTIONS})
 
 
 def _refuse_unknown_variables(environ: Mapping[str, str]) -> None:

@@ -40,5 +40,9 @@ class UnavailableError(Eagle2Error):
     """Nothing can serve the request now; trying again later may help."""
 
 
+class DrainingError(UnavailableError):
+    """A verifier that finishes what it has and takes nothing new; another one does."""
+
+
 class LinkDownError(Eagle2Error):
     """The peer of a pair cannot be reached."""

@@ -1,0 +1,1 @@
+"""How many pairs are wanted. Pure and torch-free."""

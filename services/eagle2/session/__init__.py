@@ -1,0 +1,1 @@
+"""Who is where: which verifier holds the KV cache of which conversation."""
