@@ -40,26 +40,40 @@ def accept(tree: Tree, choose: Choose) -> Acceptance:
     Lossless for any ``choose``: a token comes out only if the target picked it at that node. With Gumbel noise in
     ``choose`` this is the paper's sequential rule for point-mass drafts: child x is taken with probability p(x).
     """
-    batch, _ = tree.tokens.shape
     device = tree.tokens.device
-    bonus = torch.zeros(batch, dtype=torch.int64, device=device)
-    walking = torch.arange(batch, device=device)
-    node = torch.zeros(batch, dtype=torch.int64, device=device)
-    columns = [node]
-    counts = torch.zeros_like(bonus)
-    while walking.numel():
-        picked = choose(walking, node)
-        is_child = tree.parents[walking] == node.unsqueeze(1)
-        match = is_child & (tree.tokens[walking] == picked.unsqueeze(1))
-        found = match.any(dim=1)
-        bonus[walking[~found]] = picked[~found]
-        walking, node = walking[found], match[found].int().argmax(dim=1)
-        if walking.numel():
-            column = torch.full((batch,), NO_NODE, dtype=torch.int64, device=device)
-            column[walking] = node
-            columns.append(column)
-            counts[walking] += 1
-    return Acceptance(torch.stack(columns, dim=1), counts, bonus)
+    # Lists: a walk takes a few looks at ten numbers, each of which would take longer as an operation on a tensor.
+    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+    paths, bonus = [[0] for _ in tokens], [0] * len(tokens)
+    walking = list(range(len(tokens)))
+    while walking:
+        nodes = [paths[b][-1] for b in walking]
+        picked = choose(torch.tensor(walking, device=device), torch.tensor(nodes, device=device)).tolist()
+        onward = []
+        for b, node, token in zip(walking, nodes, picked, strict=True):
+            child = _child(tokens[b], parents[b], node, token)
+            if child == NO_NODE:
+                bonus[b] = token
+            else:
+                paths[b].append(child)
+                onward.append(b)
+        walking = onward
+    longest = max(map(len, paths), default=1)
+    padded = [path + [NO_NODE] * (longest - len(path)) for path in paths]
+    return Acceptance(
+        path=torch.tensor(padded, dtype=torch.int64, device=device).view(len(paths), longest),
+        counts=torch.tensor([len(path) - 1 for path in paths], dtype=torch.int64, device=device),
+        bonus=torch.tensor(bonus, dtype=torch.int64, device=device),
+    )
+
+
+def _child(tokens: list[int], parents: list[int], node: int, token: int) -> int:
+    """The first child of ``node`` that carries ``token``; -1 when none does. Children stand behind their parent."""
+    at = node
+    while token in tokens[at + 1 :]:
+        at = tokens.index(token, at + 1)
+        if parents[at] == node:
+            return at
+    return NO_NODE
 
 
 def greedy(argmax: Tensor) -> Choose:
