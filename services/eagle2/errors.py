@@ -36,6 +36,21 @@ def _request_error(message: str, param: str | None, code: str, status: int) -> R
     return RequestError(message, param=param, code=code, status=status)
 
 
+class OverloadedError(RequestError):
+    """A request that comes at a bad time: 429. ``retry_after_s`` is when it may do better, in seconds."""
+
+    def __init__(self, message: str, *, retry_after_s: float, code: str = "queue_full") -> None:
+        super().__init__(message, code=code, status=429)
+        self.retry_after_s = retry_after_s
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_overloaded_error, (self.message, self.retry_after_s, self.code))
+
+
+def _overloaded_error(message: str, retry_after_s: float, code: str) -> OverloadedError:
+    return OverloadedError(message, retry_after_s=retry_after_s, code=code)
+
+
 class UnavailableError(Eagle2Error):
     """Nothing can serve the request now; trying again later may help."""
 

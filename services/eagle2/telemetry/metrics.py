@@ -54,6 +54,28 @@ REQUEST_SECONDS = Metric(
 )
 VERIFIER_UP = Metric("verifier_up", "gauge", "1 when a verifier answered this scrape, else 0.")
 
+# Admission and placement
+QUEUE_DEPTH = Metric("router_queue_depth", "gauge", "Requests that wait for a place in the fleet.", ("priority",))
+QUEUE_SECONDS = Metric(
+    "router_queue_seconds", "histogram", "How long admitted requests waited for their place.", ("priority",), _SECONDS
+)
+EXPECTED_WAIT_SECONDS = Metric(
+    "router_expected_wait_seconds", "gauge", "What an interactive request of a new tenant would wait now."
+)
+QUEUED_WORK_SECONDS = Metric(
+    "router_queued_work_seconds", "gauge", "What the waiting requests would keep one place of the fleet busy."
+)
+IN_FLIGHT_WORK_SECONDS = Metric(
+    "router_in_flight_work_seconds", "gauge", "What the admitted requests were expected to take, together."
+)
+PLACES = Metric("router_places", "gauge", "Sequences that this router may have in flight.")
+PLACES_HELD = Metric("router_places_held", "gauge", "Places that admitted requests hold.")
+REFUSALS = Metric("router_refusals_total", "counter", "Requests that admission turned away.", ("reason",))
+PLACEMENTS = Metric("router_placements_total", "counter", "Attempts by what chose their replica.", ("reason",))
+LOAD_REPORTS_FAILED = Metric(
+    "router_load_reports_failed_total", "counter", "Times that other routers could not be told of requests in flight."
+)
+
 ROUTER_METRICS = (
     REQUESTS,
     REQUESTS_ABORTED,
@@ -62,6 +84,16 @@ ROUTER_METRICS = (
     TIME_TO_FIRST_TOKEN,
     REQUEST_SECONDS,
     VERIFIER_UP,
+    QUEUE_DEPTH,
+    QUEUE_SECONDS,
+    EXPECTED_WAIT_SECONDS,
+    QUEUED_WORK_SECONDS,
+    IN_FLIGHT_WORK_SECONDS,
+    PLACES,
+    PLACES_HELD,
+    REFUSALS,
+    PLACEMENTS,
+    LOAD_REPORTS_FAILED,
 )
 
 # Verifier and its pair
