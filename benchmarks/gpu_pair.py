@@ -19,7 +19,7 @@ from eagle2.engine.batch import RowsBuilder
 from eagle2.engine.draft import DraftRunner
 from eagle2.engine.graphs import GraphLimits
 from eagle2.engine.target import TargetRunner
-from eagle2.engine.trees import batched, tree_of_reply
+from eagle2.engine.trees import Forest, forest_of
 from eagle2.kv_cache.slots import SlotTable
 from eagle2.models.draft import DraftModel
 from eagle2.models.target import TargetModel
@@ -105,36 +105,27 @@ class DevicePair:
         step = DraftStep(1, self._step, shape.depth, shape.top_k, shape.num_nodes - 1, entries=entries)
         with self._phase("draft"):
             reply = self.drafts.handle(step)
-        trees = []
         for sequence, drafted in enumerate(reply.trees):
             assert drafted.status == DraftStatus.OK, f"the head answered {drafted.status.name}"
-            tree = tree_of_reply(self.tokens[sequence][-1], drafted, self.target.model.config.vocab_size)
-            assert tree is not None, "what the head sent is no tree"
-            trees.append(tree)
             if commit:
                 self._held[sequence] = drafted.held
+        trees, num_wrong = forest_of(self._roots(), reply.trees, self.target.model.config.vocab_size)
+        assert not num_wrong, "what the head sent is no tree"
         return self.verify(trees, commit=commit)
 
-    def verify(self, trees: Sequence[Tree], *, commit: bool = True) -> Cycle:
+    def verify(self, trees: Forest, *, commit: bool = True) -> Cycle:
         """One forward of all trees, and what the target makes of them. Trees of roots alone: a plain step."""
         with self._phase("verify"):
-            builder, slots = RowsBuilder(), []
-            for table, tree in zip(self.tables, trees, strict=True):
-                own = self.target.pool.allocate(tree.num_nodes)
-                paths = tree.paths()[0].numpy()
-                builder.add_nodes(
-                    table.slots,
-                    tree.tokens[0].tolist(),
-                    tree.depths()[0].numpy(),
-                    np.where(paths >= 0, own[paths], -1).astype(np.int32),
-                )
-                slots.append(own)
+            builder = RowsBuilder()
+            slots = self.target.pool.allocate(trees.num_nodes)
+            tables = [table.slots for table in self.tables]
+            builder.add_trees(tables, trees.sizes, trees.tokens, trees.depths, trees.paths(slots))
             logits = self.target.logits(self.target.forward(builder.build()))
         with self._phase("accept"):
-            tree, best = batched(trees), self.target.best(logits)
-            firsts = torch.tensor([0, *(len(own) for own in slots)]).cumsum(0)
+            tree, best = trees.padded(), self.target.best(logits)
+            firsts = torch.from_numpy(trees.starts)
             acceptance = accept(tree, lambda sequences, nodes: best[firsts[sequences] + nodes])
-            for sequence, own in enumerate(slots):
+            for sequence, own in enumerate(np.split(slots, trees.starts[1:])):
                 if not commit:
                     self.target.pool.release(own)
                     continue
@@ -145,7 +136,10 @@ class DevicePair:
 
     def plain(self, *, commit: bool = True) -> None:
         """One token for each sequence."""
-        self.verify([Tree.of_roots(torch.tensor([tokens[-1]])) for tokens in self.tokens], commit=commit)
+        self.verify(Forest.of_roots(self._roots()), commit=commit)
+
+    def _roots(self) -> list[int]:
+        return [tokens[-1] for tokens in self.tokens]
 
     def check_integrity(self) -> None:
         self.target.pool.check_integrity(table.slots for table in self.tables)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from eagle2.config import EngineSettings, Settings
 from eagle2.engine.assemble import adaptive_budget
@@ -17,9 +15,7 @@ from eagle2.engine.budget import AdaptiveBudget
 from eagle2.engine.costs import CostCurve, DraftCosts, StepCosts, sizes_up_to
 from eagle2.engine.engine import Engine, EngineLimits
 from eagle2.engine.measuring import measure_pair, measure_target
-from eagle2.engine.trees import drafted_nodes, with_nodes
 from eagle2.speculative.draft import TreeShape
-from eagle2.speculative.tree import Tree
 from eagle2.telemetry import metrics
 from eagle2.text.tokenizer import Tokenizer
 from eagle2.transport.base import DraftHandler
@@ -216,52 +212,3 @@ def test_settings_make_a_budget() -> None:
     assert budget.bounds == TreeShape(3, 4, 8)
     assert budget.verify.curve.sizes[-1] >= 16
     kit.check_idle()
-
-
-def a_tree(seed: int, drafted: int) -> Tree:
-    rng = np.random.default_rng(seed)
-    parents = [0] if drafted else []
-    parents += [int(rng.integers(0, i + 1)) for i in range(1, drafted)]
-    scores = [0.0]
-    for parent in parents:
-        scores.append(scores[parent] - float(rng.exponential()))
-    return Tree(
-        torch.tensor([[7, *rng.integers(0, 258, drafted).tolist()]]),
-        torch.tensor([[-1, *parents]]),
-        torch.tensor([scores], dtype=torch.float32),
-        torch.tensor([drafted + 1]),
-    )
-
-
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 2**32), st.integers(0, 25)), min_size=1, max_size=4), st.floats(0, 1))
-def test_cutting_nodes_leaves_trees(sizes: Sequence[tuple[int, int]], share: float) -> None:
-    trees = [a_tree(seed, drafted) for seed, drafted in sizes]
-    nodes = drafted_nodes(trees)
-    assert len(nodes.scores) == sum(drafted for _, drafted in sizes)
-    for i, parent in enumerate(nodes.parents.tolist()):
-        assert nodes.depths[i] == (1 if parent < 0 else nodes.depths[parent] + 1)
-        assert parent < i
-        assert parent < 0 or nodes.trees[parent] == nodes.trees[i]
-    order = np.argsort(-nodes.scores, kind="stable")
-    kept = np.zeros(len(order), np.bool_)
-    kept[order[: int(share * len(order))]] = True
-    begin = 0
-    for tree in trees:
-        mine = kept[begin : begin + tree.num_nodes - 1]
-        begin += tree.num_nodes - 1
-        cut = with_nodes(tree, mine)
-        cut.check()
-        assert cut.num_nodes == 1 + mine.sum()
-        assert _texts(cut) <= _texts(tree)
-        assert cut.num_nodes < tree.num_nodes or cut is tree
-
-
-def _texts(tree: Tree) -> set[tuple[int, ...]]:
-    return {tuple(tree.tokens[0, [n for n in path if n >= 0]].tolist()) for path in tree.paths()[0].tolist()}
-
-
-def test_a_reply_that_is_cut_to_nothing_is_plain_decoding() -> None:
-    tree = with_nodes(a_tree(1, 5), np.zeros(5, np.bool_))
-    tree.check()
-    assert tree.tokens.tolist() == [[7]]

@@ -26,8 +26,13 @@ class Allocation:
     def trees(self, decoding: Iterable[Decoding]) -> list[Decoding]:
         """Those that got slots for all their nodes, oldest sequence first; short of slots, a tree is its root."""
         granted = []
-        for item in decoding:
-            if item.sequence not in self._scheduler.running:
+        running = self._scheduler.running
+        items = [item for item in decoding if item.sequence in running]
+        if sum(item.tree.num_nodes for item in items) <= self._pool.num_available:
+            self._grant(items)
+            return items
+        for item in items:
+            if item.sequence not in running:
                 continue
             while True:
                 try:
@@ -36,7 +41,7 @@ class Allocation:
                     break
                 except OutOfSlotsError:
                     if item.tree.num_nodes > 1:
-                        item.tree = item.tree.pruned(1)
+                        item.tree = item.tree.roots()
                         continue
                 victim = self._departures.preempt()
                 if victim is None:
@@ -77,6 +82,12 @@ class Allocation:
             [item for item in decoding if item.sequence in running],
             [(sequence, count) for sequence, count in prefilling if sequence in running],
         )
+
+    def _grant(self, items: SequenceOf[Decoding]) -> None:
+        """Slots for all of them."""
+        slots, end = self._pool.allocate(sum(item.tree.num_nodes for item in items)), 0
+        for item in items:
+            item.slots = slots[end : (end := end + item.tree.num_nodes)]
 
     def _fail_for_want(self, sequence: Sequence) -> None:
         self._departures.fail(sequence, f"The cache of {self._pool.num_slots} slots is too small for it.")

@@ -17,21 +17,24 @@ class RowsBuilder:
     """Collects the new rows of one sequence after another, then makes ``Rows`` of them."""
 
     def __init__(self) -> None:
-        self._tokens: list[int] = []
+        self._num_rows = 0
+        self._tokens: list[np.ndarray] = []
         self._positions: list[np.ndarray] = []
         self._slots: list[np.ndarray] = []
         self._starts = [0]
-        self._tables: list[np.ndarray] = []
+        self._tables: list[Slots] = []
         self._lengths: list[np.ndarray] = []
         self._paths: list[np.ndarray] = []
 
     def __len__(self) -> int:
-        return len(self._tokens)
+        return self._num_rows
 
     def add_span(self, table: Slots, first: int, tokens: Sequence[int]) -> None:
         """Consecutive tokens of a text, at positions first, first + 1, ...; their slots stand in ``table``."""
-        positions = np.arange(first, first + len(tokens))
-        self._add(tokens, positions, table[positions], table, positions + 1, np.empty((len(tokens), 0), np.int32))
+        count = len(tokens)
+        positions = np.arange(first, first + count)
+        self._add(tokens, positions, table[positions], positions + 1, np.empty((count, 0), np.int32))
+        self._end_sequences([table], [count])
 
     def add_nodes(self, table: Slots, tokens: Sequence[int], depths: np.ndarray, paths: np.ndarray) -> None:
         """Tree nodes after the committed positions of ``table``.
@@ -39,8 +42,21 @@ class RowsBuilder:
         depths (N,): edges from the first level behind the context. paths (N, P) int32: slots from that level to the
         node itself, padded with -1.
         """
-        own = np.take_along_axis(paths, depths[:, None], axis=1)[:, 0]
-        self._add(tokens, len(table) + depths, own, table, np.full(len(depths), len(table)), paths)
+        self.add_trees([table], [len(depths)], tokens, depths, paths)
+
+    def add_trees(
+        self,
+        tables: Sequence[Slots],
+        sizes: Sequence[int],
+        tokens: Sequence[int] | np.ndarray,
+        depths: np.ndarray,
+        paths: np.ndarray,
+    ) -> None:
+        """``add_nodes`` for several sequences at once, whose nodes stand one after another: ``sizes`` of each."""
+        lengths = np.repeat([len(table) for table in tables], sizes)
+        own = paths[np.arange(len(depths)), depths]
+        self._add(tokens, lengths + depths, own, lengths, paths)
+        self._end_sequences(tables, sizes)
 
     def build(self, device: torch.device = _HOST) -> Rows:
         width = max((len(table) for table in self._tables), default=0)
@@ -49,14 +65,16 @@ class RowsBuilder:
             row[: len(table)] = table
         deepest = max((paths.shape[1] for paths in self._paths), default=0)
         paths = np.full((len(self), max(deepest, 1)), -1, dtype=np.int32)
-        for begin, part in zip(self._starts, self._paths, strict=False):
+        begin = 0
+        for part in self._paths:
             paths[begin : begin + len(part), : part.shape[1]] = part
+            begin += len(part)
 
         def tensor(array: np.ndarray, dtype: type) -> torch.Tensor:
             return torch.from_numpy(np.ascontiguousarray(array, dtype=dtype))
 
         return Rows(
-            tokens=tensor(np.array(self._tokens), np.int64),
+            tokens=tensor(np.concatenate(self._tokens), np.int64),
             positions=tensor(np.concatenate(self._positions), np.int64),
             slots=tensor(np.concatenate(self._slots), np.int32),
             starts=tensor(np.array(self._starts), np.int32),
@@ -68,17 +86,20 @@ class RowsBuilder:
 
     def _add(
         self,
-        tokens: Sequence[int],
+        tokens: Sequence[int] | np.ndarray,
         positions: np.ndarray,
         slots: np.ndarray,
-        table: Slots,
         lengths: np.ndarray,
         paths: np.ndarray,
     ) -> None:
-        self._tokens.extend(tokens)
+        self._num_rows += len(tokens)
+        self._tokens.append(np.asarray(tokens, np.int64))
         self._positions.append(positions)
         self._slots.append(slots)
-        self._starts.append(len(self._tokens))
-        self._tables.append(table)
         self._lengths.append(lengths)
         self._paths.append(paths)
+
+    def _end_sequences(self, tables: Sequence[Slots], sizes: Sequence[int]) -> None:
+        self._tables.extend(tables)
+        for size in sizes:
+            self._starts.append(self._starts[-1] + size)

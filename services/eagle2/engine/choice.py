@@ -5,17 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
-
 from eagle2.engine.budget import AdaptiveBudget, Load, StepPlan
 from eagle2.engine.costs import DraftCost
 from eagle2.engine.measuring import measure_pair
 from eagle2.engine.pair import Pair
 from eagle2.engine.sequence import Sequence as Generation
 from eagle2.engine.target import TargetRunner
-from eagle2.engine.trees import drafted_nodes, with_nodes
+from eagle2.engine.trees import Forest
+from eagle2.engine.values import Booleans
 from eagle2.speculative.draft import TreeShape
-from eagle2.speculative.tree import Tree
 from eagle2.telemetry import metrics
 from eagle2.telemetry.recorder import Recorder
 from eagle2.transport.messages import DraftEntry, DraftStatus, DraftTree
@@ -27,8 +25,8 @@ _KNOWN_ROWS = 8  # head rows of a sequence beyond which a step brings the propos
 class FixedTrees:
     """Every sequence has a tree of one shape at every step. Also what the engine asks of any choice.
 
-    In the order of a step: ``begin``, ``is_wanted`` for each sequence, ``drafted``, ``pruned``, ``judged`` for each
-    tree, ``verified``. ``idle`` is called instead when nothing is to be done.
+    In the order of a step: ``begin``, ``is_wanted`` for each sequence, ``drafted``, ``pruned``, ``judged``,
+    ``verified``. ``idle`` is called instead when nothing is to be done.
     """
 
     def __init__(self, shape: TreeShape) -> None:
@@ -46,12 +44,12 @@ class FixedTrees:
     ) -> None:
         """What was asked, what came back, and how long that took."""
 
-    def pruned(self, trees: list[Tree]) -> list[Tree]:
-        """The trees (B = 1 each) that are verified, of those of all decoding sequences, roots alone among them."""
+    def pruned(self, trees: Forest) -> Forest:
+        """The trees that are verified, of those of all decoding sequences, roots alone among them."""
         return trees
 
-    def judged(self, tree: Tree, path: Sequence[int]) -> None:
-        """A verified tree and the nodes on its accepted path, the root first."""
+    def judged(self, trees: Forest, accepted: Booleans) -> None:
+        """The trees that were verified, and which of their nodes (M,) lie on accepted paths; roots do."""
 
     def verified(self, rows: int, seconds: float, *, has_prefill: bool, is_alone: bool) -> None:
         """The step's forward of so many rows and what followed from it took so long.
@@ -118,23 +116,17 @@ class AdaptiveTrees(FixedTrees):
             beam = sequences * self.shape.top_k
             self.budget.observe_draft(DraftCost(rows, self.shape.depth, beam, seconds), sequences)
 
-    def pruned(self, trees: list[Tree]) -> list[Tree]:
-        if all(tree.num_nodes == 1 for tree in trees):
+    def pruned(self, trees: Forest) -> Forest:
+        nodes = trees.drafted()
+        if not len(nodes.scores):
             return trees
-        nodes = drafted_nodes(trees)
         kept = self.budget.keep(nodes, self._load, self._plan)
         self._stats.add(metrics.TREE_BUDGET_PRUNED, int(len(kept) - kept.sum()))
-        begins = np.cumsum([0, *(tree.num_nodes - 1 for tree in trees)]).tolist()
-        return [
-            with_nodes(tree, kept[begin : begin + tree.num_nodes - 1])
-            for tree, begin in zip(trees, begins, strict=False)
-        ]
+        return trees.with_nodes(kept)
 
-    def judged(self, tree: Tree, path: Sequence[int]) -> None:
-        accepted = np.zeros(tree.num_nodes, np.bool_)
-        accepted[list(path)] = True
-        depths = tree.depths()[0, 1:].numpy()
-        self.budget.values.observe(tree.scores[0, 1:].double().numpy(), depths, accepted[1:])
+    def judged(self, trees: Forest, accepted: Booleans) -> None:
+        is_drafted = trees.depths > 0
+        self.budget.values.observe(trees.scores[is_drafted], trees.depths[is_drafted], accepted[is_drafted])
 
     def verified(self, rows: int, seconds: float, *, has_prefill: bool, is_alone: bool) -> None:
         self.budget.end_step(rows, self._load.context, seconds, is_measure=is_alone and not has_prefill)

@@ -8,16 +8,14 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from eagle2.engine.briefing import Briefing
 from eagle2.engine.choice import FixedTrees
 from eagle2.engine.pace import PromptPace
 from eagle2.engine.pair import Pair, Question
 from eagle2.engine.sequence import Sequence
-from eagle2.engine.trees import tree_of_reply
+from eagle2.engine.trees import Forest, forest_of
 from eagle2.kv_cache.slots import Slots
-from eagle2.speculative.tree import Tree
 from eagle2.telemetry import metrics
 from eagle2.telemetry.recorder import Recorder
 from eagle2.transport.messages import DraftEntry, DraftStatus, DraftTree
@@ -28,7 +26,7 @@ class Decoding:
     """A sequence's part in a step: its tree, and the slots of the tree's nodes once they have some."""
 
     sequence: Sequence
-    tree: Tree  # of one sequence, B = 1
+    tree: Forest  # of this one tree
     slots: Slots = field(default_factory=lambda: np.empty(0, np.int32))
 
 
@@ -112,16 +110,19 @@ class Drafting:
         return allowance.fit(len(reading[0].table), sum(sequence.num_to_prefill for sequence in reading))
 
     def _decodings(self, sequences: SequenceOf[Sequence], replies: Mapping[int, DraftTree]) -> list[Decoding]:
-        trees: list[Tree] = []
-        decoding = [sequence for sequence in sequences if sequence.decodes]
-        for sequence in sequences:
-            tree = self._tree(sequence, replies.get(sequence.id))
-            if sequence.decodes:
-                trees.append(tree or Tree.of_roots(torch.tensor([sequence.tokens[-1]])))
-        return [Decoding(sequence, tree) for sequence, tree in zip(decoding, self._trees.pruned(trees), strict=True)]
+        usable = [(sequence, self._usable(sequence, replies.get(sequence.id))) for sequence in sequences]
+        decoding = [(sequence, reply) for sequence, reply in usable if sequence.decodes]
+        if not decoding:
+            return []
+        roots = [sequence.tokens[-1] for sequence, _ in decoding]
+        forest, num_wrong = forest_of(roots, [reply for _, reply in decoding], self._vocab_size)
+        if num_wrong:
+            self._stats.add(metrics.STALE_REPLIES, num_wrong)
+        trees = self._trees.pruned(forest).split()
+        return [Decoding(sequence, tree) for (sequence, _), tree in zip(decoding, trees, strict=True)]
 
-    def _tree(self, sequence: Sequence, reply: DraftTree | None) -> Tree | None:
-        """The tree that the proposer sent for a sequence, if it sent one that can be used."""
+    def _usable(self, sequence: Sequence, reply: DraftTree | None) -> DraftTree | None:
+        """What the proposer sent for a sequence, if it sent a tree that is wanted."""
         if reply is None:
             return None
         if reply.status == DraftStatus.TOO_LONG:
@@ -129,8 +130,5 @@ class Drafting:
         elif reply.status == DraftStatus.NON_FINITE:
             self._stats.add(metrics.NON_FINITE_DRAFTS)
         elif reply.status == DraftStatus.OK and sequence.decodes:
-            tree = tree_of_reply(sequence.tokens[-1], reply, self._vocab_size)
-            if tree is None:
-                self._stats.add(metrics.STALE_REPLIES)
-            return tree
+            return reply
         return None

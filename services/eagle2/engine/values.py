@@ -42,23 +42,22 @@ class NodeValues:
         parent's. parents (M,): among these nodes, -1 for children of a root.
         """
         drafted = np.exp(scores)
-        places = np.minimum(depths, _DEPTHS) - 1
         values = np.zeros(len(scores))
-        for place in np.unique(places).tolist():
-            mine = places == place
-            values[mine] = np.interp(drafted[mine], self._at[place], self._chances[place])
-        for depth in range(2, int(depths.max(initial=1)) + 1):
-            mine = depths == depth
-            values[mine] = np.minimum(values[mine], values[parents[mine]])
+        for depth in range(1, int(depths.max(initial=0)) + 1):
+            mine = np.flatnonzero(depths == depth)
+            place = min(depth, _DEPTHS) - 1
+            chances = np.interp(drafted[mine], self._at[place], self._chances[place])
+            values[mine] = chances if depth == 1 else np.minimum(chances, values[parents[mine]])
         return values
 
     def observe(self, scores: Floats, depths: Integers, accepted: Booleans) -> None:
         """What became of verified nodes (M,): all of them, those behind a rejected parent too, as rejected."""
         drafted = np.exp(scores)
-        at = np.minimum(depths, _DEPTHS) - 1, np.searchsorted(self._edges, drafted)
-        np.add.at(self._counts, at, 1.0)
-        np.add.at(self._accepted, at, accepted)
-        np.add.at(self._sums, at, drafted)
+        bins = (np.minimum(depths, _DEPTHS) - 1) * len(EDGES) + np.searchsorted(self._edges, drafted)
+        size, shape = self._counts.size, self._counts.shape
+        self._counts += np.bincount(bins, minlength=size).reshape(shape)
+        self._accepted += np.bincount(bins, accepted, minlength=size).reshape(shape)
+        self._sums += np.bincount(bins, drafted, minlength=size).reshape(shape)
 
     def step(self) -> None:
         """A step has passed."""

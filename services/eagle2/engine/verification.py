@@ -17,10 +17,10 @@ from eagle2.engine.drafting import Decoding
 from eagle2.engine.reuse import PrefixReuse
 from eagle2.engine.sequence import Sequence
 from eagle2.engine.target import TargetRunner
-from eagle2.engine.trees import batched
-from eagle2.speculative.accept import Acceptance, accept
+from eagle2.engine.trees import Forest
+from eagle2.engine.values import Booleans, Integers
+from eagle2.speculative.accept import accept
 from eagle2.speculative.sampling import choose_token
-from eagle2.speculative.tree import Tree
 from eagle2.telemetry import metrics
 from eagle2.telemetry.recorder import Recorder
 
@@ -56,17 +56,12 @@ class Verification:
         began = self._clock()
         builder = RowsBuilder()
         wanted: list[int] = []  # rows whose logits are needed
-        tree = batched([item.tree for item in decoding]) if decoding else None
-        if tree is not None:
-            for item, depths, paths in zip(decoding, tree.depths().numpy(), tree.paths().numpy(), strict=True):
-                nodes = item.tree.num_nodes
-                wanted.extend(range(len(builder), len(builder) + nodes))
-                builder.add_nodes(
-                    item.sequence.table.slots,
-                    item.tree.tokens[0].tolist(),
-                    depths[:nodes],
-                    np.where(paths[:nodes] >= 0, item.slots[paths[:nodes]], -1).astype(np.int32),
-                )
+        trees = Forest.joined([item.tree for item in decoding]) if decoding else None
+        if trees is not None:
+            paths = trees.paths(np.concatenate([item.slots for item in decoding]))
+            tables = [item.sequence.table.slots for item in decoding]
+            builder.add_trees(tables, trees.sizes, trees.tokens, trees.depths, paths)
+            wanted.extend(range(trees.num_nodes))
         starting = []  # prompts that end here, without a token yet
         for sequence, count in prefilling:
             first = len(sequence.table) - count
@@ -80,57 +75,79 @@ class Verification:
             self._reuse.keep(sequence)
         if wanted:
             logits = self._target.logits(features, wanted)
-            self._accept(decoding, tree, starting, logits)
+            argmax = self._target.best(logits)
+            if trees is not None:
+                self._accept(decoding, trees, logits, argmax)
+            num_nodes = len(wanted) - len(starting)
+            self._begin(starting, logits[num_nodes:], argmax[num_nodes:])
         seconds = self._clock() - began
         self._trees.verified(len(builder), seconds, has_prefill=bool(prefilling), is_alone=is_alone)
         self._stats.add(metrics.VERIFY_SECONDS, seconds)
 
-    def _accept(self, decoding: list[Decoding], tree: Tree | None, starting: list[Sequence], logits: Tensor) -> None:
-        """tree: that of all of ``decoding``. logits (T, V): of all their nodes, then of the last row of each prompt
-        that ends here."""
-        argmax = self._target.best(logits)
-        sound = (argmax >= 0).tolist()
-        firsts = np.cumsum([0, *(item.tree.num_nodes for item in decoding)])
-        if tree is not None:
-            offsets = torch.from_numpy(firsts[:-1])
+    def _accept(self, decoding: list[Decoding], trees: Forest, logits: Tensor, argmax: Tensor) -> None:
+        """trees: those of ``decoding``. logits (T, V) and the best tokens (T,): of all their nodes first."""
+        starts = trees.starts
+        sampled = [not item.sequence.rule.is_plain_greedy for item in decoding]
+        first_rows = torch.from_numpy(starts)
 
-            def choose(sequences: Tensor, nodes: Tensor) -> Tensor:
-                rows = offsets[sequences] + nodes
-                picked = argmax[rows]
+        def choose(sequences: Tensor, nodes: Tensor) -> Tensor:
+            rows = first_rows[sequences] + nodes
+            picked = argmax[rows]
+            if any(sampled):
                 for i, (b, node, row) in enumerate(zip(sequences.tolist(), nodes.tolist(), rows.tolist(), strict=True)):
-                    if not decoding[b].sequence.rule.is_plain_greedy:
+                    if sampled[b]:
                         picked[i] = _choose_at(decoding[b], node, logits[row])
-                return picked
+            return picked
 
-            acceptance = accept(tree, choose)
-            for b, item in enumerate(decoding):
-                visited = (int(firsts[b]) + node for node in acceptance.path[b].tolist() if node >= 0)
-                self._commit(item, tree, acceptance, b, all(sound[row] for row in visited))
-        for row, sequence in enumerate(starting, start=int(firsts[-1])):
-            if not sound[row]:
-                self._departures.fail_unsound(sequence, "The model's output is not a number for this prompt.")
-                continue
-            token = int(argmax[row])
-            if not sequence.rule.is_plain_greedy:
-                token = choose_token(logits[row], sequence.rule, len(sequence.tokens), sequence.counts)
-            self._deliver(sequence, [token])
+        acceptance = accept(trees.padded(), choose)
+        path = acceptance.path.numpy()
+        nodes = (path + starts[:, None])[path >= 0]  # of all paths, one after another
+        accepted = np.zeros(trees.num_nodes, np.bool_)
+        accepted[nodes] = True
+        counts = acceptance.counts.tolist()
+        self._keep_slots(decoding, nodes, accepted, counts)
+        is_finite = argmax.numpy()[: trees.num_nodes] >= 0
+        sound = np.logical_and.reduceat(is_finite | ~accepted, starts).tolist()
+        tokens, end = trees.tokens[nodes].tolist(), 0
+        outcomes = zip(decoding, counts, acceptance.bonus.tolist(), sound, strict=True)
+        for item, count, bonus, is_sound in outcomes:
+            end += count + 1
+            self._commit(item, [*tokens[end - count : end], bonus], is_sound)
+        if all(sound):
+            self._judge(trees, accepted, acceptance.counts.numpy())
+        elif any(sound):
+            left = [item.tree for item, is_sound in zip(decoding, sound, strict=True) if is_sound]
+            of_left = accepted[np.repeat(sound, trees.sizes)]
+            self._judge(Forest.joined(left), of_left, acceptance.counts.numpy()[sound])
 
-    def _commit(self, item: Decoding, tree: Tree, acceptance: Acceptance, b: int, sound: bool) -> None:
+    def _keep_slots(self, decoding: list[Decoding], nodes: Integers, accepted: Booleans, counts: list[int]) -> None:
+        """Of the trees' slots the tables take those of accepted ``nodes``, in order; the others' are free."""
+        slots = np.concatenate([item.slots for item in decoding])
+        self._target.pool.release(slots[~accepted])
+        kept, end = slots[nodes], 0
+        for item, count in zip(decoding, counts, strict=True):
+            item.sequence.table.append(kept[end : (end := end + count + 1)])
+
+    def _commit(self, item: Decoding, tokens: list[int], is_sound: bool) -> None:
+        """Accepted tokens, and the target's own behind them."""
         sequence = item.sequence
-        accepted = int(acceptance.counts[b])
-        path = acceptance.path[b, : accepted + 1].tolist()
-        sequence.table.commit(item.slots, path)
-        if not sound:
+        if not is_sound:
             sentence = f"The model's output is not a number after {sequence.num_output} tokens."
             self._departures.fail_unsound(sequence, sentence)
             return
-        drafted = item.tree.num_nodes - 1
         sequence.num_cycles += 1
-        sequence.num_drafted += drafted
-        self._deliver(sequence, acceptance.committed_tokens(tree, b), accepted)
-        if drafted:
-            self._trees.judged(item.tree, path)
-            self._count_tree(drafted, accepted)
+        sequence.num_drafted += item.tree.num_nodes - 1
+        self._deliver(sequence, tokens, len(tokens) - 1)
+
+    def _begin(self, starting: list[Sequence], logits: Tensor, argmax: Tensor) -> None:
+        """First tokens of sequences whose prompts end here. logits (S, V) and the best tokens (S,): theirs."""
+        for row, (sequence, token) in enumerate(zip(starting, argmax.tolist(), strict=True)):
+            if token < 0:
+                self._departures.fail_unsound(sequence, "The model's output is not a number for this prompt.")
+                continue
+            if not sequence.rule.is_plain_greedy:
+                token = choose_token(logits[row], sequence.rule, len(sequence.tokens), sequence.counts)
+            self._deliver(sequence, [token])
 
     def _deliver(self, sequence: Sequence, tokens: list[int], accepted: int = 0) -> None:
         kept = sequence.commit(tokens, accepted)
@@ -138,13 +155,19 @@ class Verification:
         if sequence.finish_reason is not None:
             self._departures.finish(sequence)
 
-    def _count_tree(self, drafted: int, accepted: int) -> None:
-        self._stats.add(metrics.NUM_DRAFTS)
-        self._stats.add(metrics.NUM_DRAFT_TOKENS, drafted)
-        self._stats.add(metrics.NUM_ACCEPTED_TOKENS, accepted)
-        for position in range(accepted):
-            self._stats.add(metrics.NUM_ACCEPTED_TOKENS_PER_POS, pos=position)
-        self._recent.append(accepted + 1)
+    def _judge(self, trees: Forest, accepted: Booleans, counts: Integers) -> None:
+        """What became of trees: ``accepted`` nodes (M,), and ``counts`` (B,) of them without roots."""
+        drafted = np.array(trees.sizes) - 1
+        lengths = counts[drafted > 0]
+        if not len(lengths):
+            return
+        self._trees.judged(trees, accepted)
+        self._stats.add(metrics.NUM_DRAFTS, len(lengths))
+        self._stats.add(metrics.NUM_DRAFT_TOKENS, int(drafted.sum()))
+        self._stats.add(metrics.NUM_ACCEPTED_TOKENS, int(lengths.sum()))
+        for position in range(int(lengths.max())):
+            self._stats.add(metrics.NUM_ACCEPTED_TOKENS_PER_POS, int((lengths > position).sum()), pos=position)
+        self._recent.extend((lengths + 1).tolist())
         mean = sum(self._recent) / len(self._recent)
         self._stats.set(metrics.MEAN_ACCEPTANCE_LENGTH, mean)
         full = len(self._recent) == _ACCEPTANCE_WINDOW
@@ -153,13 +176,12 @@ class Verification:
 
 def _choose_at(item: Decoding, node: int, logits: Tensor) -> int:
     """The target's token after a tree node, with the counts of that node's own path."""
-    sequence = item.sequence
-    parents = item.tree.parents[0].tolist()
+    sequence, tree = item.sequence, item.tree
     path: list[int] = []
     while node > 0:
         path.insert(0, node)
-        node = parents[node]
+        node = int(tree.parents[node])
     counts = sequence.counts
     if counts is not None:
-        counts = counts.with_path(item.tree.tokens[0, path].tolist())
+        counts = counts.with_path(tree.tokens[path].tolist())
     return choose_token(logits, sequence.rule, len(sequence.tokens) + len(path), counts)

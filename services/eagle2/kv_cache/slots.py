@@ -150,16 +150,26 @@ class SlotTable:
         """(length,) int32, a view: slot of position 0, 1, ..."""
         return self._slots[: self._length]
 
+    def append(self, slots: Slots) -> None:
+        """Append slots that were allocated for this sequence."""
+        needed = self._length + len(slots)
+        if needed > len(self._slots):
+            grown = np.empty(max(needed, 2 * len(self._slots)), dtype=np.int32)
+            grown[: self._length] = self.slots
+            self._slots = grown
+        self._slots[self._length : needed] = slots
+        self._length = needed
+
     def extend(self, count: int) -> Slots:
         """Append ``count`` fresh slots and return them. Raises ``OutOfSlotsError``."""
         fresh = self._pool.allocate(count)
-        self._append(fresh)
+        self.append(fresh)
         return fresh
 
     def share(self, slots: Slots) -> None:
         """Append slots that another owner holds too (a shared prefix)."""
         self._pool.retain(slots)
-        self._append(slots)
+        self.append(slots)
 
     def adopt(self, slots: Slots) -> None:
         """Use ``slots``, which another owner holds for the same tokens, for the first positions and those behind."""
@@ -167,7 +177,7 @@ class SlotTable:
         self._pool.retain(slots)
         self._pool.release(self._slots[:own].copy())
         self._slots[:own] = slots[:own]
-        self._append(slots[own:])
+        self.append(slots[own:])
 
     def commit(self, node_slots: Slots, path: Sequence[int]) -> None:
         """Keep the slots of the nodes on ``path``, in order, and free the other nodes' slots.
@@ -178,7 +188,7 @@ class SlotTable:
         dropped = np.ones(len(node_slots), dtype=bool)
         dropped[np.asarray(path, dtype=np.int64)] = False
         self._pool.release(node_slots[dropped])
-        self._append(kept)
+        self.append(kept)
 
     def truncate(self, length: int) -> None:
         """Forget the positions from ``length`` on."""
@@ -188,12 +198,3 @@ class SlotTable:
 
     def free(self) -> None:
         self.truncate(0)
-
-    def _append(self, slots: Slots) -> None:
-        needed = self._length + len(slots)
-        if needed > len(self._slots):
-            grown = np.empty(max(needed, 2 * len(self._slots)), dtype=np.int32)
-            grown[: self._length] = self.slots
-            self._slots = grown
-        self._slots[self._length : needed] = slots
-        self._length = needed
