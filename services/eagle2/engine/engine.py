@@ -28,7 +28,7 @@ from eagle2.engine.target import TargetRunner
 from eagle2.engine.verification import Verification
 from eagle2.kv_cache.slots import SlotTable
 from eagle2.models.target import TargetModel
-from eagle2.protocol import GenerationRequest
+from eagle2.protocol import ErrorCode, GenerationRequest
 from eagle2.speculative.draft import TreeShape
 from eagle2.speculative.sampling import TokenCounts
 from eagle2.telemetry import metrics
@@ -184,7 +184,10 @@ class Engine:
             logger.exception("The engine failed.")
             self.failure = error
         finally:
-            self._fail_all("The engine has stopped.")
+            if self.failure is None:
+                self._fail_all("The engine has stopped.", "verifier_stopped")
+            else:
+                self._fail_all("The engine has failed.", "verifier_failed")
 
     def step(self) -> bool:
         """One cycle for the whole batch, or for one half of it. False when there was nothing to do."""
@@ -222,10 +225,10 @@ class Engine:
                 self.stats.add(metrics.PROMPT_TOKENS, sequence.num_prompt)
                 self.scheduler.add(sequence)
 
-    def _fail_all(self, sentence: str) -> None:
+    def _fail_all(self, sentence: str, code: ErrorCode) -> None:
         self._take_inbox()
         for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
-            self.departures.fail(sequence, sentence)
+            self.departures.fail(sequence, sentence, code)
         self._set_gauges()
 
     def _set_gauges(self) -> None:

@@ -9,7 +9,9 @@ from typing import Literal, Protocol
 FinishReason = Literal["stop", "length", "error"]
 Priority = Literal["interactive", "batch"]
 """``interactive``: somebody waits for the answer. ``batch``: nobody does, and it may take longer."""
-ErrorCode = Literal["generation_failed", "deadline_exceeded"]
+ErrorCode = Literal["generation_failed", "deadline_exceeded", "verifier_failed", "verifier_stopped"]
+"""The last two are no fault of the generation, which another verifier may go on with: its engine has failed, or was
+stopped."""
 
 
 @dataclass(frozen=True, slots=True)

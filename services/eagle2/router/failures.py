@@ -13,7 +13,12 @@ from eagle2.errors import RequestError, UnavailableError
 from eagle2.protocol import ErrorCode
 
 _LONGEST_NAME = 64
-_STATUS_OF: dict[ErrorCode, int] = {"generation_failed": 500, "deadline_exceeded": 504}
+_STATUS_OF: dict[ErrorCode, int] = {
+    "generation_failed": 500,
+    "deadline_exceeded": 504,
+    "verifier_failed": 503,
+    "verifier_stopped": 503,
+}
 
 
 class GenerationError(Exception):
