@@ -172,8 +172,9 @@ class RoutingSettings:
     ``affinity`` "session" sends a conversation to where its KV cache is, "random" anywhere (to measure what the former
     gains). A replica with more than ``load_bound`` times the mean load (and no free place) is passed over even then. A
     stream of which nothing comes for ``progress_timeout_s`` goes on elsewhere; one request is tried ``max_attempts``
-    times, and retries are at most ``retry_share`` of all requests in the long run. A request that has crashed two
-    replicas is refused for ``quarantine_s``.
+    times, and retries are at most ``retry_share`` of all requests in the long run, ``retry_burst`` on top. A request
+    that was interrupted waits ``failover_wait_s`` for another replica, 0 when there will never be one. A request that
+    has crashed two replicas is refused for ``quarantine_s``.
     """
 
     affinity: Literal["session", "random"] = "session"
@@ -181,12 +182,14 @@ class RoutingSettings:
     progress_timeout_s: float = 30.0
     max_attempts: int = 4
     retry_share: float = 0.2
+    retry_burst: int = 64
+    failover_wait_s: float = 30.0
     quarantine_s: float = 600.0
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "load_bound", "max_attempts")
         _at_least(self, 0.001, "progress_timeout_s", "quarantine_s")
-        _at_least(self, 0, "retry_share")
+        _at_least(self, 0, "retry_share", "retry_burst", "failover_wait_s")
 
 
 @with_config(_STRICT)

@@ -76,6 +76,30 @@ LOAD_REPORTS_FAILED = Metric(
     "router_load_reports_failed_total", "counter", "Times that other routers could not be told of requests in flight."
 )
 
+# Failover
+FAILOVERS = Metric("router_failovers_total", "counter", "Attempts whose replica let them down.", ("reason",))
+RETRIES_REFUSED = Metric(
+    "router_retries_refused_total",
+    "counter",
+    "Requests that were given up though they might have gone on.",
+    ("reason",),
+)
+STREAMS_RESUMED = Metric(
+    "router_streams_resumed_total", "counter", "Answers that went on elsewhere behind tokens already sent."
+)
+STALL_SECONDS = Metric(
+    "router_failover_stall_seconds",
+    "histogram",
+    "The gap that a client saw when its answer went on elsewhere.",
+    (),
+    _SECONDS,
+)
+SUSPECTS = Metric("router_suspects_total", "counter", "Requests that were in flight on a replica when it crashed.")
+REQUESTS_QUARANTINED = Metric(
+    "router_requests_quarantined_total", "counter", "Requests refused because they crash verifiers."
+)
+SESSION_STORE_UP = Metric("router_session_store_up", "gauge", "1 while the session store answers, else 0.")
+
 ROUTER_METRICS = (
     REQUESTS,
     REQUESTS_ABORTED,
@@ -94,6 +118,13 @@ ROUTER_METRICS = (
     REFUSALS,
     PLACEMENTS,
     LOAD_REPORTS_FAILED,
+    FAILOVERS,
+    RETRIES_REFUSED,
+    STREAMS_RESUMED,
+    STALL_SECONDS,
+    SUSPECTS,
+    REQUESTS_QUARANTINED,
+    SESSION_STORE_UP,
 )
 
 # Verifier and its pair
