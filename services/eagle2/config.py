@@ -195,14 +195,21 @@ class RoutingSettings:
 @with_config(_STRICT)
 @dataclass(frozen=True, slots=True)
 class AdmissionSettings:
-    """How many requests wait in a router: ``max_queued`` at most, and none that would wait above ``max_wait_s``."""
+    """How many requests wait in a router: ``max_queued`` at most, and none that would wait above ``max_wait_s``.
+
+    Interactive requests come first; while both kinds wait, ``batch_share`` of the work is that of batch requests. When
+    no verifier is left, requests wait ``ready_grace_s`` for one to come back before they are refused.
+    """
 
     max_queued: int = 1024
     max_wait_s: float = 60.0
+    batch_share: float = 0.1
+    ready_grace_s: float = 10.0
 
     def __post_init__(self) -> None:
-        _at_least(self, 0, "max_queued")
+        _at_least(self, 0, "max_queued", "ready_grace_s")
         _at_least(self, 0.001, "max_wait_s")
+        _require(0 < self.batch_share < 1, f"batch_share must lie between 0 and 1, not {self.batch_share}.")
 
 
 @with_config(_STRICT)

@@ -20,12 +20,13 @@ class Placement:
     """What is known before a request is placed.
 
     owner: of its session, None when nobody is. holders: for each prefix that was asked about, who holds it. loads:
-    sequences in flight by replica uid, those of all *other* routers together.
+    sequences in flight by replica uid, those of all *other* routers together. routers: how many others report.
     """
 
     owner: Owner | None = None
     holders: tuple[frozenset[Owner], ...] = ()
     loads: Mapping[str, int] = field(default_factory=dict)
+    routers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
