@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
 import torch
+from torch import Tensor
 
 from eagle2.engine.pair import Pair
 from eagle2.engine.sequence import Sequence
@@ -17,8 +22,19 @@ _SYNC_ROWS = 512
 _NEWEST_ROWS = 64
 
 
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Rows ``base`` to ``end`` of a sequence, which the proposer is to be sent."""
+
+    sequence: Sequence
+    base: int
+    end: int
+    opening: Opening | None
+    draft: bool = False
+
+
 class Briefing:
-    """Entries of draft steps, one sequence each, and what is learnt from the answers.
+    """Entries of draft steps, one for each sequence, and what is learnt from the answers.
 
     A sequence whose beginning the target knew is one whose rows the proposer may hold as well: it is asked before
     rows are sent, in a step that reads the rest of the prompt. All others are told of with their first rows, and no
@@ -41,8 +57,21 @@ class Briefing:
         self._target, self._pair, self._stats = target, pair, stats
         self._max_depth, self._max_model_len, self._prefix_cache = max_depth, max_model_len, prefix_cache
 
-    def entry(self, sequence: Sequence) -> DraftEntry | None:
-        """What the proposer lacks of a sequence, and whether a tree is wanted. None when there is nothing to say."""
+    def entries(self, sequences: Iterable[Sequence]) -> list[tuple[Sequence, DraftEntry]]:
+        """What the proposer lacks of sequences, and whether a tree is wanted. Nothing of one where nothing is to be
+        said."""
+        spans = [span for span in map(self._span, sequences) if span is not None]
+        if not spans:
+            return []
+        counts = [span.end - span.base for span in spans]
+        # One gather for all: a step has a few rows of each sequence.
+        slots = np.concatenate([span.sequence.table.slots[span.base : span.end] for span in spans])
+        ids = [token for span in spans for token in span.sequence.tokens[span.base + 1 : span.end + 1]]
+        features = self._target.features_of(slots).split(counts)
+        tokens = torch.tensor(ids, dtype=torch.int64).split(counts)
+        return [(span.sequence, self._made(span, *rows)) for span, *rows in zip(spans, features, tokens, strict=True)]
+
+    def _span(self, sequence: Sequence) -> _Span | None:
         if sequence.pairing != self._pair.pairing:
             sequence.pairing, sequence.held, sequence.is_opened = self._pair.pairing, 0, False
         cached = len(sequence.table)
@@ -54,7 +83,7 @@ class Briefing:
         base = min(sequence.held, ready)
         if self._prefix_cache and sequence.may_be_held and base < ready:
             if not sequence.decodes:
-                return self._made(sequence, 0, 0, Opening.of(sequence.request.tenant, sequence.tokens))
+                return _Span(sequence, 0, 0, Opening.of(sequence.request.tenant, sequence.tokens))
             if not sequence.is_opened and ready > _SYNC_ROWS:
                 base = ready - _NEWEST_ROWS  # there was no time to ask: if not all is held, the answer says how much
         if base == ready:
@@ -65,7 +94,7 @@ class Briefing:
         if self._prefix_cache and not sequence.is_opened:
             opening = Opening.of(sequence.request.tenant, sequence.tokens[: base + 1])
         end = min(ready, base + _SYNC_ROWS)
-        return self._made(sequence, base, end, opening, draft=sequence.decodes and end == ready)
+        return _Span(sequence, base, end, opening, draft=sequence.decodes and end == ready)
 
     def answered(self, sequence: Sequence, entry: DraftEntry, reply: DraftTree) -> None:
         """Take note of what the proposer holds now."""
@@ -77,17 +106,15 @@ class Briefing:
             sequence.is_opened, sequence.may_be_held = True, False
         sequence.held = reply.held
 
-    def _made(
-        self, sequence: Sequence, base: int, end: int, opening: Opening | None, *, draft: bool = False
-    ) -> DraftEntry:
-        """An entry with the rows ``base`` to ``end``."""
+    def _made(self, span: _Span, features: Tensor, tokens: Tensor) -> DraftEntry:
+        sequence = span.sequence
         sequence.cycle += 1
         return DraftEntry(
             sequence=sequence.id,
             cycle=sequence.cycle,
-            base=base,
-            features=self._target.features_of(sequence.table.slots[base:end]),
-            tokens=torch.tensor(sequence.tokens[base + 1 : end + 1], dtype=torch.int64),
-            draft=draft,
-            opening=opening,
+            base=span.base,
+            features=features,
+            tokens=tokens,
+            draft=span.draft,
+            opening=span.opening,
         )

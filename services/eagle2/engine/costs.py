@@ -59,11 +59,12 @@ class CostCurve:
         self._measured: Floats = np.maximum(np.asarray(seconds, np.float64), _SMALLEST)
         self._weights: Floats = np.full(len(sizes), _GUESSED if guessed else 1.0)
         self._add_jumps(tiles)
-        self._fit()
+        self._seconds: Floats | None = None  # not known since the last change
+        self._rise = 0.0
 
     def __call__(self, rows: Floats) -> Floats:
         """Seconds (...) for rows (...), which need not be whole."""
-        seconds: Floats = np.interp(rows, self.sizes, self._seconds)
+        seconds: Floats = np.interp(rows, self.sizes, self.seconds)
         beyond: Floats = self._rise * np.maximum(rows - self.sizes[-1], 0.0)
         return seconds + beyond
 
@@ -73,6 +74,8 @@ class CostCurve:
     @property
     def seconds(self) -> Floats:
         """The curve at its sizes."""
+        if self._seconds is None:
+            self._seconds = self._fit()
         return self._seconds
 
     def observe(self, rows: float, seconds: float) -> None:
@@ -87,7 +90,7 @@ class CostCurve:
     def shift(self, log_factor: float) -> None:
         """All sizes take exp(log_factor) times as long."""
         self._measured *= np.exp(log_factor)
-        self._fit()
+        self._seconds = None
 
     def bend(self, rows: float, log_factor: float) -> None:
         """The sizes on both sides of ``rows`` do, each by its nearness."""
@@ -95,7 +98,7 @@ class CostCurve:
         nearness = np.maximum(0.0, 1.0 - np.abs(np.interp(rows, self.sizes, places) - places))
         self._measured *= np.exp(log_factor * nearness)
         self._weights = np.maximum(self._weights, nearness)
-        self._fit()
+        self._seconds = None
 
     def _add_jumps(self, tiles: Sequence[int]) -> None:
         """A row more than a tile costs what the next tile does, less the rows that it lacks.
@@ -115,12 +118,13 @@ class CostCurve:
                 self._measured = np.insert(self._measured, place, behind)
                 self._weights = np.insert(self._weights, place, _GUESSED)
 
-    def _fit(self) -> None:
-        self._seconds = isotonic(self._measured, self._weights)
+    def _fit(self) -> Floats:
+        seconds = isotonic(self._measured, self._weights)
         # The last rise is that from half the largest size on: a single step of the curve is too noisy.
         last = self.sizes[-1]
-        begin = float(np.interp(last / 2, self.sizes, self._seconds))
-        self._rise = (self._seconds[-1] - begin) / (last - last / 2) if len(self.sizes) > 1 else 0.0
+        begin = float(np.interp(last / 2, self.sizes, seconds))
+        self._rise = (seconds[-1] - begin) / (last - last / 2) if len(self.sizes) > 1 else 0.0
+        return seconds
 
 
 class StepCosts:

@@ -69,12 +69,10 @@ class Drafting:
         """Tell the proposer what it lacks of some sequences and ask for their trees, without waiting for them."""
         if self._pair.is_up:
             self._trees.begin(sequences, self._prompt_rows(sequences))
-        entries: list[tuple[Sequence, DraftEntry]] = []
-        for sequence in sequences:
-            is_asked = self._pair.is_up and sequence.speculate and self._trees.is_wanted(sequence)
-            entry = self._briefing.entry(sequence) if is_asked else None
-            if entry is not None:
-                entries.append((sequence, entry))
+        wanted = []
+        if self._pair.is_up:
+            wanted = [sequence for sequence in sequences if sequence.speculate and self._trees.is_wanted(sequence)]
+        entries = self._briefing.entries(wanted)
         began = self._clock()
         question = self._pair.ask([entry for _, entry in entries], self._trees.shape) if entries else None
         return Asked(list(sequences), entries, question, self._clock() - began)

@@ -87,17 +87,15 @@ class Verification:
     def _accept(self, decoding: list[Decoding], trees: Forest, logits: Tensor, argmax: Tensor) -> None:
         """trees: those of ``decoding``. logits (T, V) and the best tokens (T,): of all their nodes first."""
         starts = trees.starts
+        rows, best = starts.tolist(), argmax.tolist()
         sampled = [not item.sequence.rule.is_plain_greedy for item in decoding]
-        first_rows = torch.from_numpy(starts)
 
         def choose(sequences: Tensor, nodes: Tensor) -> Tensor:
-            rows = first_rows[sequences] + nodes
-            picked = argmax[rows]
-            if any(sampled):
-                for i, (b, node, row) in enumerate(zip(sequences.tolist(), nodes.tolist(), rows.tolist(), strict=True)):
-                    if sampled[b]:
-                        picked[i] = _choose_at(decoding[b], node, logits[row])
-            return picked
+            picked = []
+            for b, node in zip(sequences.tolist(), nodes.tolist(), strict=True):
+                row = rows[b] + node
+                picked.append(_choose_at(decoding[b], node, logits[row]) if sampled[b] else best[row])
+            return torch.tensor(picked)
 
         acceptance = accept(trees.padded(), choose)
         path = acceptance.path.numpy()

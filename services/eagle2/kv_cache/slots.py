@@ -80,12 +80,16 @@ class SlotPool:
         """One owner less for each slot; those without owners are free again."""
         if not len(slots):
             return
-        self._num_idle -= self._count_idle(slots)
+        kept = self._kept[slots]
+        any_kept = bool(kept.any())  # of a tree's slots none is
+        if any_kept:
+            self._num_idle -= self._count_idle(slots)
         np.subtract.at(self._references, slots, 1)
-        self._num_idle += self._count_idle(slots)
         left = self._references[slots]
-        assert (left >= 0).all(), "a slot was released more often than it was taken"
-        assert (left[self._kept[slots]] > 0).all(), "a kept slot was released by somebody who does not own it"
+        assert left.min() >= 0, "a slot was released more often than it was taken"
+        if any_kept:
+            self._num_idle += self._count_idle(slots)
+            assert (left[kept] > 0).all(), "a kept slot was released by somebody who does not own it"
         freed = np.unique(slots[left == 0])[::-1]
         self._free[self._num_free : self._num_free + len(freed)] = freed
         self._num_free += len(freed)
