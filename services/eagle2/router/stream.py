@@ -82,17 +82,24 @@ class CommitStream:
         return commit
 
     async def close(self) -> None:
-        """End the decoding. After the last commit this only lets the iterator run out, so that no abort is seen."""
-        if self.finished:
-            await self._quietly(anext(self._commits, None))
-        close = getattr(self._commits, "aclose", None)
-        if close is not None:
-            await self._quietly(close())
+        """End the decoding. Raises nothing."""
+        await close_quietly(self._commits, finished=self.finished, timeout_s=self._close_timeout_s)
 
-    async def _quietly(self, step: Awaitable[object]) -> None:
-        # A verifier that fails or hangs while it is let go must not hold up the answer, which is out already.
+
+async def close_quietly(commits: AsyncIterator[Commit], *, finished: bool, timeout_s: float) -> None:
+    """Close an iterator of commits. After the last one this only lets it run out, so that no abort is seen.
+
+    One that fails or hangs while it is let go must not hold up its reader: every step ends after ``timeout_s``.
+    """
+    steps: list[Callable[[], Awaitable[object]]] = []
+    if finished:
+        steps.append(lambda: anext(commits, None))
+    close = getattr(commits, "aclose", None)
+    if close is not None:
+        steps.append(close)
+    for step in steps:
         try:
-            async with asyncio.timeout(self._close_timeout_s):
-                await step
+            async with asyncio.timeout(timeout_s):
+                await step()
         except Exception:
-            return
+            continue

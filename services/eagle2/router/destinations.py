@@ -1,0 +1,148 @@
+"""Where the next attempt of a request goes: what is known of the fleet, the session and the crashes, put together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from eagle2.config import RoutingSettings
+from eagle2.protocol import Fleet, Replica
+from eagle2.router.affinity import Choice, choose, owner_of
+from eagle2.router.cooldown import Cooldown
+from eagle2.router.load import InFlight
+from eagle2.router.probation import Probation, Trial
+from eagle2.session.store import Owner, Placement, SessionStore, StoreError
+from eagle2.telemetry import metrics
+from eagle2.telemetry.recorder import Recorder
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What a conversation is called (``eagle2.session.session``), and its prefixes' fingerprints, short to long."""
+
+    session: str | None = None
+    prefixes: tuple[str, ...] = ()
+
+
+class Destinations:
+    """Chooses replicas, and tells the store who owns a session now. The store may fail at any time: then without."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        store: SessionStore,
+        in_flight: InFlight,
+        probation: Probation,
+        cooldown: Cooldown,
+        settings: RoutingSettings,
+        recorder: Recorder,
+        *,
+        clock: Callable[[], float],
+        poll_s: float = 0.1,
+    ) -> None:
+        """``clock``: monotonic. ``poll_s``: the fleet is looked at so often while there is nowhere to go."""
+        self._fleet, self._store, self._in_flight = fleet, store, in_flight
+        self._probation, self._cooldown = probation, cooldown
+        self._settings, self._recorder = settings, recorder
+        self._clock, self._poll_s = clock, poll_s
+        self._freed = asyncio.Event()
+        self._notes: set[asyncio.Task[None]] = set()
+
+    async def find(
+        self, request_id: str, route: Route, excluded: Collection[str], *, wait_s: float
+    ) -> tuple[Replica, Trial] | None:
+        """A replica, and the request's trial there. ``excluded``: incarnations. None when ``wait_s`` passes in vain."""
+        limit = self._clock() + wait_s
+        while True:
+            # Seen before the replicas are: whatever is freed from here on is noticed.
+            freed = self._freed
+            if self._open_to(request_id, excluded):
+                found = await self._choose(request_id, route, excluded)
+                if found is not None:
+                    return found
+            left = limit - self._clock()
+            if left <= 0:
+                return None
+            try:
+                async with asyncio.timeout(min(left, self._poll_s)):
+                    await freed.wait()
+            except TimeoutError:
+                continue
+
+    def wake(self) -> None:
+        """Somebody who waits may have somewhere to go now."""
+        self._freed.set()
+        self._freed = asyncio.Event()
+
+    def holds(self, route: Route, replica: Replica) -> None:
+        """The replica has read the prompt: tell the store, while the answer goes on."""
+        if route.prefixes and self._settings.affinity == "session":
+            note = asyncio.create_task(self._hold(route.prefixes, owner_of(replica)))
+            self._notes.add(note)
+            note.add_done_callback(self._notes.discard)
+
+    async def _hold(self, prefixes: tuple[str, ...], owner: Owner) -> None:
+        try:
+            await self._store.hold(prefixes, owner)
+        except StoreError:
+            return
+
+    def _open_to(self, request_id: str, excluded: Collection[str]) -> list[Replica]:
+        return [
+            replica
+            for replica in self._fleet.replicas()
+            if replica.incarnation not in excluded
+            and not self._cooldown.keeps_away(replica)
+            and self._probation.may_start(request_id, replica.incarnation)
+        ]
+
+    async def _choose(self, request_id: str, route: Route, excluded: Collection[str]) -> tuple[Replica, Trial] | None:
+        placement = await self._lookup(route)
+        choice = choose(
+            self._open_to(request_id, excluded),
+            placement,
+            own_loads=self._in_flight.counts(),
+            excluded=(),
+            session=route.session,
+            request_id=request_id,
+            settings=self._settings,
+        )
+        if choice is not None and placement is not None:
+            choice = await self._claimed(choice, placement, request_id, route, excluded)
+        # Other requests went on while the store was asked.
+        if choice is None or choice.replica not in self._open_to(request_id, excluded):
+            return None
+        self._recorder.add(metrics.PLACEMENTS, reason=choice.reason)
+        return choice.replica, self._probation.start(request_id, choice.replica.incarnation)
+
+    async def _lookup(self, route: Route) -> Placement | None:
+        try:
+            placement = await self._store.lookup(route.session, route.prefixes)
+        except StoreError:
+            return None
+        self._in_flight.heard(placement)
+        return placement
+
+    async def _claimed(
+        self, choice: Choice, placement: Placement, request_id: str, route: Route, excluded: Collection[str]
+    ) -> Choice:
+        """The choice, or the owner that another router has given the session meanwhile."""
+        # A session whose owner is only too busy stays its own: the KV cache is there.
+        if route.session is None or choice.reason in ("owner", "spill", "random"):
+            return choice
+        candidate = owner_of(choice.replica)
+        try:
+            winner = await self._store.claim(route.session, candidate, instead_of=placement.owner)
+        except StoreError:
+            return choice
+        if winner == candidate:
+            return choice
+        for replica in self._open_to(request_id, excluded):
+            if owner_of(replica) == winner and self._has_room(replica, placement):
+                return Choice(replica, "owner")
+        return Choice(choice.replica, "spill")
+
+    def _has_room(self, replica: Replica, placement: Placement) -> bool:
+        load = self._in_flight.counts().get(replica.uid, 0) + placement.loads.get(replica.uid, 0)
+        return load < replica.max_sequences
