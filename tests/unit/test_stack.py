@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from eagle2.models import stack as module
 from eagle2.models.checkpoint import TargetConfig, load_tensors
-from eagle2.models.fused import row_linear
+from eagle2.models.fused import best_columns, best_outputs, row_linear
 from eagle2.models.stack import BlockLinear, can_stack
 from eagle2.models.target import TargetModel
 from eagle2.models.tiny import write_tiny_target
@@ -61,6 +61,39 @@ def test_sums_of_bfloat16_can_be_had_as_float32() -> None:
     assert wide.dtype == torch.float32
     assert torch.equal(wide.bfloat16(), BlockLinear(weight)(x))
     torch.testing.assert_close(wide, x.float() @ weight.float().T, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("outputs", [130, 96, 33, 1])
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_best_output_is_what_the_sums_say(outputs: int, dtype: torch.dtype, biased: bool) -> None:
+    needs(dtype)
+    generator = torch.Generator().manual_seed(outputs)
+    weight = torch.randn(130, 64, generator=generator).to(dtype)
+    weight[97], weight[40], weight[31] = weight[3], weight[3], weight[9]  # ties, in one block and in several
+    bias = torch.randn(130, generator=generator).to(dtype) if biased else None
+    linear = BlockLinear(weight, bias, torch.float32)
+    x = torch.randn(41, 64, generator=generator).to(dtype)
+    x[:2] = weight[[3, 9]] * 4
+    x[5], x[17], x[40] = torch.nan, torch.inf, 0
+    expected = best_columns(linear(x)[:, :outputs])
+    assert expected[5] == expected[17] == -1
+    assert torch.equal(linear.best(x, outputs), expected)
+    assert torch.equal(best_outputs(linear, x, outputs), expected)
+    assert torch.equal(best_outputs(lambda x: linear(x), x, outputs), expected)
+    for row in range(41):
+        assert torch.equal(linear.best(x[row : row + 1], outputs), expected[row : row + 1])
+
+
+def test_one_weight_that_is_no_number_is_seen_in_any_block() -> None:
+    needs(torch.float32)
+    for column in (0, 50, 129):
+        weight = torch.ones(130, 64)
+        weight[column, 7] = torch.nan
+        linear = BlockLinear(weight)
+        assert linear.best(torch.ones(1, 64), 130).tolist() == [-1]
+        if column:
+            assert linear.best(torch.ones(1, 64), column).tolist() == [0]
 
 
 def test_what_does_not_fit_goes_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from eagle2.engine.batch import RowsBuilder
 from eagle2.engine.graphs import ForwardGraphs, GraphLimits, on_device
 from eagle2.kv_cache.slots import SlotPool, Slots, SlotTable
+from eagle2.models.fused import best_columns
 from eagle2.models.rows import Rows
 from eagle2.models.target import TargetModel
 
@@ -46,7 +47,9 @@ class TargetRunner:
         table = SlotTable(self.pool)
         builder = RowsBuilder()
         builder.add_span(table.extend(1), 0, [0])
-        self.logits(self.forward(builder.build()))
+        features = self.forward(builder.build())
+        self.logits(features)
+        self.best_of(features)
         table.free()
         if self._graphs is not None:
             self._graphs.record_all()
@@ -69,21 +72,25 @@ class TargetRunner:
     @torch.inference_mode()
     def logits(self, features: Tensor, wanted: Sequence[int] | None = None) -> Tensor:
         """(T, H) -> (T, V) float32; ids beyond the vocabulary are -inf. ``wanted``: of these rows only, ascending."""
-        if wanted is not None and len(wanted) < len(features):
-            features = features[on_device(torch.tensor(wanted), self.device)]
-        logits = self.model.logits(features)
+        logits = self.model.logits(self._rows(features, wanted))
         if self._vocab_size < logits.shape[1]:
             logits[:, self._vocab_size :] = -torch.inf
         return logits
 
     @torch.inference_mode()
     def best(self, logits: Tensor) -> Tensor:
-        """(T, V) -> (T,) int64 on the host: the arg-max of each row, -1 where it is no finite number.
+        """(T, V) -> (T,) int64 on the host: the arg-max of each row, -1 where it is no finite number."""
+        return best_columns(logits)
 
-        One transfer, and the only time that a greedy step waits for its device.
-        """
-        best = logits.max(dim=1)
-        return torch.where(best.values.isfinite(), best.indices, -1).cpu()
+    @torch.inference_mode()
+    def best_of(self, features: Tensor, wanted: Sequence[int] | None = None) -> Tensor:
+        """(T, H) -> (T,) int64 on the host: ``best`` of the rows' ``logits``, which need not exist for it."""
+        return self.model.best(self._rows(features, wanted), self._vocab_size)
+
+    def _rows(self, features: Tensor, wanted: Sequence[int] | None) -> Tensor:
+        if wanted is None or len(wanted) == len(features):
+            return features
+        return features[on_device(torch.tensor(wanted), self.device)]
 
     def features_of(self, slots: Slots) -> Tensor:
         """(R, H) on the CPU, in the model's dtype."""

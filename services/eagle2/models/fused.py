@@ -55,5 +55,27 @@ def row_linear(weight: Tensor, bias: Tensor | None = None, *, out_dtype: torch.d
     return linear if out_dtype in (None, weight.dtype) else WideLinear(linear)
 
 
+def best_outputs(linear: RowLinear, x: Tensor, outputs: int) -> Tensor:
+    """x (T, I) -> (T,) int64 on the host: the lowest of the first ``outputs`` whose number is a row's largest.
+
+    -1 where that is no finite number. In blocks no matrix (T, O) is written.
+    """
+    if _on_cpu(x):
+        from eagle2.models.stack import BlockLinear
+
+        if isinstance(linear, BlockLinear):
+            return linear.best(x, outputs)
+    return best_columns(linear(x)[:, :outputs])
+
+
+def best_columns(numbers: Tensor) -> Tensor:
+    """(T, V) -> (T,) int64 on the host: the arg-max of each row, -1 where it is no finite number.
+
+    One transfer, and the only time that a greedy step waits for its device.
+    """
+    best = numbers.max(dim=1)
+    return torch.where(best.values.isfinite(), best.indices, -1).cpu()
+
+
 def _on_cpu(weight: Tensor) -> bool:
     return weight.device.type == "cpu"

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-call,no-untyped-def,call-arg"
+# mypy: disable-error-code="no-untyped-call,no-untyped-def,call-arg,unreachable"
 """CPU kernels whose result for a row depends on nothing but that row's own inputs, bit for bit.
 
 Every query is folded over blocks of 64 *absolute positions*, one block after the other, with the same instructions
@@ -16,16 +16,19 @@ import numpy as np
 from numba import njit, prange, types
 from numba.extending import overload
 
+from eagle2.models.exponentials import weigh
 from eagle2.models.vectors import (
     add_rows_1,
     add_rows_2,
     add_rows_3,
     add_rows_4,
     copy_lanes,
+    fetch_ahead,
     sum_rows_1,
     sum_rows_2,
     sum_rows_3,
     sum_rows_4,
+    tile_columns,
     transpose_tile,
 )
 
@@ -75,6 +78,10 @@ def _narrow_overload(value, like):  # noqa: ARG001  (the arguments' names are th
     return lambda value, like: value  # noqa: ARG005
 
 
+# Lanes of a block of keys: 64 positions, and room behind them for a tile that begins at the last one.
+BLOCK_LANES = 80
+
+
 @njit(inline="always", fastmath=_CONTRACT)
 def _exp(x: Any) -> Any:
     """exp of a float32 in [-87, 88]."""
@@ -93,11 +100,11 @@ def _exp(x: Any) -> Any:
 
 
 @njit(fastmath=_CONTRACT, cache=True)
-def _fold_block(q, first, count, keys, values, valid, scale, s, t, keeps, o, place, m, totals):
+def _fold_block(q, first, count, keys, values, valid, scale, s, keeps, o, place, m, totals):
     """Fold one block into the running softmax (online softmax) of up to 4 queries; m and totals are brought on.
 
-    q (heads, D), queries first..first+count-1; keys (D, 64) so that lanes are positions; values (64, D); s (4, 64),
-    t (32,) and keeps (4,) scratch; o (N, D) running outputs, m (N,) and totals (N,) running maxima and sums, those
+    q (heads, D), queries first..first+count-1; keys (D, BLOCK_LANES) so that lanes are positions; values (64, D);
+    s (4, 64) and keeps (4,) scratch; o (N, D) running outputs, m (N,) and totals (N,) running maxima and sums, those
     from ``place`` on. Positions from ``valid`` on weigh nothing. How many queries come together changes no bit.
     """
     dim = q.shape[1]
@@ -110,7 +117,7 @@ def _fold_block(q, first, count, keys, values, valid, scale, s, t, keeps, o, pla
     else:
         sum_rows_4(q, first, keys, 0, dim, keeps, s, 0)
     for n in range(count):
-        keeps[n] = _weigh(s[n], t, valid, scale, m, totals, place + n)
+        keeps[n] = weigh(s, n, valid, scale, m, totals, place + n)
     # Only valid positions are read: 0 times another token's NaN would be NaN.
     whole = dim // 64 * 64
     for column in range(0, whole, 64):
@@ -131,39 +138,6 @@ def _fold_block(q, first, count, keys, values, valid, scale, s, t, keeps, o, pla
                     o[place + n, d] += s[n, j] * values[j, d]
 
 
-@njit(fastmath=_CONTRACT, cache=True)
-def _weigh(s, t, valid, scale, m, totals, i):
-    """Scores s (64,) become weights; returns by what the earlier output is to be multiplied."""
-    for j in range(64):
-        s[j] = s[j] * scale if j < valid else _NEG_INF
-    # Maximum and sum as a fixed tree of halvings: vectors without any freedom of order.
-    for j in range(32):
-        t[j] = max(s[j], s[j + 32])
-    for j in range(16):
-        t[j] = max(t[j], t[j + 16])
-    for j in range(8):
-        t[j] = max(t[j], t[j + 8])
-    for j in range(4):
-        t[j] = max(t[j], t[j + 4])
-    top = max(m[i], max(max(t[0], t[1]), max(t[2], t[3])))
-    for j in range(64):
-        x = s[j] - top
-        s[j] = _exp(max(x, _EXP_LOW)) if x > _EXP_LOW else _ZERO
-    for j in range(32):
-        t[j] = s[j] + s[j + 32]
-    for j in range(16):
-        t[j] = t[j] + t[j + 16]
-    for j in range(8):
-        t[j] = t[j] + t[j + 8]
-    for j in range(4):
-        t[j] = t[j] + t[j + 4]
-    x = m[i] - top
-    keep = _exp(x) if x > _EXP_LOW else _ZERO
-    totals[i] = totals[i] * keep + ((t[0] + t[1]) + (t[2] + t[3]))
-    m[i] = top
-    return keep
-
-
 @njit(cache=True)
 def _load_block(key_pool, value_pool, slots, first, count, head, keys, values):
     """Copy positions first..first+count-1 into the block, transposed keys, and clear the other lanes of keys.
@@ -172,10 +146,11 @@ def _load_block(key_pool, value_pool, slots, first, count, head, keys, values):
     """
     dim = keys.shape[0]
     last = first + count - 1
-    whole = dim // 16 * 16
+    columns = tile_columns(key_pool)
+    whole = dim // columns * columns
     filled = min(64, (count + 15) // 16 * 16) if count > 0 else 0
     for lane in range(0, filled, 16):
-        for column in range(0, whole, 16):
+        for column in range(0, whole, columns):
             # Behind the last position its key is repeated: such lanes are masked, but must be numbers.
             transpose_tile(key_pool, head, column, slots, first + lane, last, keys, lane)
         for d in range(whole, dim):
@@ -185,33 +160,44 @@ def _load_block(key_pool, value_pool, slots, first, count, head, keys, values):
         for j in range(filled, 64):
             keys[d, j] = _ZERO
     for j in range(count):
-        slot = slots[first + j]
-        for column in range(0, whole, 16):
-            copy_lanes(value_pool, slot, head, column, values, j)
-        for d in range(whole, dim):
-            values[j, d] = widen(value_pool[slot, head, d])
+        _load_value(value_pool, slots[first + j], head, values, j)
+
+
+@njit(cache=True)
+def _load_value(value_pool, slot, head, values, j):
+    dim = values.shape[1]
+    whole = dim // 16 * 16
+    for column in range(0, whole, 16):
+        copy_lanes(value_pool, slot, head, column, values, j)
+    for d in range(whole, dim):
+        values[j, d] = widen(value_pool[slot, head, d])
 
 
 @njit(cache=True)
 def _load_path(key_pool, value_pool, path, length, first, end, head, keys, values):
     """Put the path's tokens at their true positions, those of [first, end), into the block beginning at ``first``."""
     dim = keys.shape[0]
-    for position in range(max(first, length), end):
-        slot = path[position - length]
-        j = position - first
-        for d in range(dim):
-            keys[d, j] = widen(key_pool[slot, head, d])
-            values[j, d] = widen(value_pool[slot, head, d])
+    columns = tile_columns(key_pool)
+    whole = dim // columns * columns
+    begin, last = max(first, length) - length, end - length - 1
+    for place in range(begin, last + 1, 16):
+        for column in range(0, whole, columns):
+            transpose_tile(key_pool, head, column, path, place, last, keys, place + length - first)
+    for place in range(begin, last + 1):
+        j = place + length - first
+        for d in range(whole, dim):
+            keys[d, j] = widen(key_pool[path[place], head, d])
+        _load_value(value_pool, path[place], head, values, j)
 
 
 # NumPy's division, which gives infinity or NaN: neither an error nor a check in the loop that keeps it from vectors.
 @njit(error_model="numpy", fastmath=_CONTRACT, cache=True)
 def attend_task(
-    q, key_pool, value_pool, table, lengths, paths, path_lengths, begin, end, head, scale, keys, values, s, t, out
+    q, key_pool, value_pool, table, lengths, paths, path_lengths, begin, end, head, scale, keys, values, s, out
 ):
     """Attention of one sequence's rows begin..end-1 for one key head; arguments as in ``attend``.
 
-    keys (D, 64), values (64, D), s (4, 64) and t (32,) float32 are scratch; out may be bfloat16 as well.
+    keys (D, BLOCK_LANES), values (64, D), s (4, 64) float32 are scratch; out may be bfloat16 as well.
     """
     dim = q.shape[2]
     group = q.shape[1] // key_pool.shape[1]
@@ -226,6 +212,9 @@ def attend_task(
 
     # Committed context. A block that a row's own path continues is left to the second loop.
     for first in range(0, longest, 64):
+        ahead = max(0, min(64, longest - first - 64))
+        fetch_ahead(value_pool, head, table, first, min(64, longest - first))
+        fetch_ahead(key_pool, head, table, first + 64, ahead)
         _load_block(key_pool, value_pool, table, first, min(64, longest - first), head, keys, values)
         for row in range(begin, end):
             valid = min(64, lengths[row] - first)
@@ -233,7 +222,7 @@ def attend_task(
                 continue
             for g in range(0, group, 4):
                 _fold_block(
-                    q[row], head * group + g, min(4, group - g), keys, values, valid, scale, s, t, keeps, o,
+                    q[row], head * group + g, min(4, group - g), keys, values, valid, scale, s, keeps, o,
                     (row - begin) * group + g, m, totals,
                 )  # fmt: skip
 
@@ -253,7 +242,7 @@ def attend_task(
             _load_path(key_pool, value_pool, paths[row], length, first, first + valid, head, keys, values)
             for g in range(0, group, 4):
                 _fold_block(
-                    q[row], head * group + g, min(4, group - g), keys, values, valid, scale, s, t, keeps, o,
+                    q[row], head * group + g, min(4, group - g), keys, values, valid, scale, s, keeps, o,
                     (row - begin) * group + g, m, totals,
                 )  # fmt: skip
 
@@ -277,13 +266,12 @@ def attend(q, key_pool, value_pool, tables, lengths, paths, path_lengths, tasks,
     dim = q.shape[2]
     for work in prange(tasks.shape[0] * kv_heads):
         task = work // kv_heads
-        keys = np.empty((dim, 64), np.float32)
+        keys = np.empty((dim, BLOCK_LANES), np.float32)
         values = np.empty((64, dim), np.float32)
         s = np.empty((4, 64), np.float32)
-        t = np.empty(32, np.float32)
         attend_task(
             q, key_pool, value_pool, tables[tasks[task, 0]], lengths, paths, path_lengths, tasks[task, 1],
-            tasks[task, 2], work % kv_heads, scale, keys, values, s, t, out,
+            tasks[task, 2], work % kv_heads, scale, keys, values, s, out,
         )  # fmt: skip
 
 
@@ -306,24 +294,23 @@ def rotate_row(qkv, cos, sin, row, slot, key_pool, value_pool, q):
     kv_heads = key_pool.shape[1]
     dim = q.shape[2]
     half = dim // 2
-    for head in range(heads + kv_heads):
-        base = head * dim
+    for head in range(heads):
+        line, target = qkv[row, head * dim : (head + 1) * dim], q[row, head]
         for d in range(half):
-            a = widen(qkv[row, base + d])
-            b = widen(qkv[row, base + half + d])
-            low = a * cos[d] - b * sin[d]
-            high = b * cos[d] + a * sin[d]
-            if head < heads:
-                q[row, head, d] = low
-                q[row, head, half + d] = high
-            else:
-                like = key_pool[slot, head - heads, d]
-                key_pool[slot, head - heads, d] = narrow(low, like)
-                key_pool[slot, head - heads, half + d] = narrow(high, like)
+            a, b = widen(line[d]), widen(line[half + d])
+            target[d] = a * cos[d] - b * sin[d]
+            target[half + d] = b * cos[d] + a * sin[d]
     for head in range(kv_heads):
-        base = (heads + kv_heads + head) * dim
+        line, stored = qkv[row, (heads + head) * dim : (heads + head + 1) * dim], key_pool[slot, head]
+        for d in range(half):
+            a, b = widen(line[d]), widen(line[half + d])
+            stored[d] = narrow(a * cos[d] - b * sin[d], stored[d])
+            stored[half + d] = narrow(b * cos[d] + a * sin[d], stored[half + d])
+    for head in range(kv_heads):
+        first = (heads + kv_heads + head) * dim
+        line, stored = qkv[row, first : first + dim], value_pool[slot, head]
         for d in range(dim):
-            value_pool[slot, head, d] = narrow(widen(qkv[row, base + d]), value_pool[slot, head, d])
+            stored[d] = narrow(widen(line[d]), stored[d])
 
 
 @njit(inline="always", error_model="numpy")

@@ -22,14 +22,15 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from eagle2.models.vectors import VECTOR, load, multiply_add, splat, widened
+from eagle2.models.vectors import VECTOR, load, multiply_add, prefetch, rounded, splat, widened
 
 COLUMNS = 32  # outputs of one block of weights
 TILE_ROWS = 16
+_AHEAD = 8192  # bytes of weights that are asked for before they are used: the processor alone looks less far
 STEP = 32  # inner numbers that a matrix tile takes at once
 
 _FLOAT, _BYTE, _INT = ir.FloatType(), ir.IntType(8), ir.IntType(64)
-_WORDS, _NARROW = ir.VectorType(ir.IntType(32), 16), ir.VectorType(ir.IntType(16), 16)
+_NARROW = ir.VectorType(ir.IntType(16), 16)
 # arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA): Linux gives a process the tile registers when it asks for them.
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 # A tile configuration: palette 1, and for each of eight tiles 64 bytes a row and 16 rows.
@@ -95,6 +96,8 @@ def _tile_product(two):
             with cgutils.for_range(builder, builder.udiv(inputs, _INT(STEP))) as loop:
                 part = builder.gep(rows, [builder.mul(loop.index, _INT(2 * STEP))])
                 tiles = builder.gep(block, [builder.mul(loop.index, _INT(2048))])
+                for line in range(_AHEAD, _AHEAD + 2048, 64):
+                    prefetch(builder, builder.gep(tiles, [_INT(line)]))
                 _tile_call(builder, "tileloadd64", _BYTE(6), tiles, _INT(64))
                 _tile_call(builder, "tileloadd64", _BYTE(7), builder.gep(tiles, [_INT(1024)]), _INT(64))
                 _tile_call(builder, "tileloadd64", _BYTE(4), part, stride)
@@ -217,9 +220,9 @@ def _finish(added):
             if added:
                 before = builder.load(target, align=2 if as_bits else 4)
                 if as_bits:
-                    before, result = widened(builder, before), widened(builder, _rounded(builder, result))
+                    before, result = widened(builder, before), widened(builder, rounded(builder, result))
                 result = builder.fadd(before, result)
-            builder.store(_rounded(builder, result) if as_bits else result, target, align=2 if as_bits else 4)
+            builder.store(rounded(builder, result) if as_bits else result, target, align=2 if as_bits else 4)
             return context.get_dummy_value()
 
         index = types.int64
@@ -233,33 +236,48 @@ finish_added = _finish(added=True)
 
 
 @intrinsic
-def round_sums(typing, sums, i, c, biases, bias, like):  # noqa: ARG001
-    """``sums[i, c:c+16] += biases[bias:bias+16]``, rounded to the format of the array ``like``."""
+def best_of_block(typing, sums, i, biases, bias, count, tops, places, at, first):  # noqa: ARG001
+    """``tops[at]`` = the largest of ``sums[i, :count] + biases[bias:bias+count]``, NaN where one is NaN.
+
+    ``places[at]`` = ``first`` + the lowest column that has it. sums (32, 32), biases and tops (N, blocks) float32,
+    places (N, blocks) int32, ``at`` counted through both.
+    """
     del typing
-    as_bits = like.dtype == types.uint16
 
     def codegen(context, builder, signature, arguments):
-        place = builder.add(builder.mul(arguments[1], _INT(COLUMNS)), arguments[2])
-        sums = builder.gep(_pointer(context, builder, signature, arguments, 0), [place])
-        biases = builder.gep(_pointer(context, builder, signature, arguments, 3), [arguments[4]])
-        result = builder.fadd(load(builder, sums, 0), load(builder, biases, 0))
-        if as_bits:
-            result = widened(builder, _rounded(builder, result))
-        builder.store(result, builder.bitcast(sums, VECTOR.as_pointer()), align=4)
+        def place(index, offset):
+            return builder.gep(_pointer(context, builder, signature, arguments, index), [offset])
+
+        def word(number):
+            return builder.trunc(number, ir.IntType(32))
+
+        source, biases = place(0, builder.mul(arguments[1], _INT(COLUMNS))), place(2, arguments[3])
+        counts = builder.icmp_signed("<", ir.Constant(wide, list(range(COLUMNS))), _spread(builder, word(arguments[4])))
+        halves = [builder.fadd(load(builder, source, half), load(builder, biases, half)) for half in (0, 16)]
+        both = builder.shuffle_vector(*halves, ir.Constant(wide, list(range(COLUMNS))))
+        both = builder.select(counts, both, ir.Constant(floats, [float("-inf")] * COLUMNS))
+        top = both
+        for step in (16, 8, 4, 2, 1):
+            order = ir.Constant(wide, [(lane + step) % COLUMNS for lane in range(COLUMNS)])
+            other = builder.shuffle_vector(top, top, order)
+            top = builder.select(builder.fcmp_ordered(">", other, top), other, top)
+        top = builder.extract_element(top, ir.IntType(32)(0))
+        one = builder.insert_element(ir.Constant(floats, ir.Undefined), top, ir.IntType(32)(0))
+        tops = builder.shuffle_vector(one, one, ir.Constant(wide, [0] * COLUMNS))
+        mask = builder.bitcast(builder.fcmp_ordered("==", both, tops), ir.IntType(32))
+        lane = builder.cttz(mask, ir.IntType(1)(0))
+        broken = builder.bitcast(builder.fcmp_unordered("uno", both, both), ir.IntType(32))
+        broken = builder.icmp_unsigned("!=", broken, ir.IntType(32)(0))
+        builder.store(builder.select(broken, _FLOAT(float("nan")), top), place(5, arguments[7]))
+        builder.store(builder.add(word(arguments[8]), lane), place(6, arguments[7]))
         return context.get_dummy_value()
 
+    floats, wide = ir.VectorType(_FLOAT, COLUMNS), ir.VectorType(ir.IntType(32), COLUMNS)
     index = types.int64
-    return types.void(sums, index, index, biases, index, like), codegen
+    return types.void(sums, index, biases, index, index, tops, places, index, index), codegen
 
 
-def _rounded(builder, vector):
-    """Sixteen float32 as bfloat16 bits, to the nearest, ties to even; what is no number stays none."""
-
-    def constant(number):
-        return ir.Constant(_WORDS, [number] * 16)
-
-    bits = builder.bitcast(vector, _WORDS)
-    odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
-    nearest = builder.lshr(builder.add(builder.add(bits, constant(0x7FFF)), odd), constant(16))
-    broken = builder.fcmp_unordered("uno", vector, vector)
-    return builder.trunc(builder.select(broken, constant(0x7FC0), nearest), _NARROW)
+def _spread(builder, value):
+    wide = ir.VectorType(ir.IntType(32), COLUMNS)
+    one = builder.insert_element(ir.Constant(wide, ir.Undefined), value, ir.IntType(32)(0))
+    return builder.shuffle_vector(one, one, ir.Constant(wide, [0] * COLUMNS))

@@ -60,6 +60,23 @@ class BlockLinear:
             stack_kernel.multiply(threads, as_array(x), rows, self._weights, self._biases, as_array(out), counters)
         return out
 
+    def best(self, x: Tensor, outputs: int) -> Tensor:
+        """x (T, I) -> (T,) int64: the lowest of the first ``outputs`` columns whose float32 sum is the row's largest,
+        -1 where that is no finite number. No matrix of the sums is written."""
+        rows, blocks = x.shape[0], -(-outputs // COLUMNS)
+        x = F.pad(x, (0, 0, 0, whole_tiles(rows) - rows)).contiguous()
+        tops, places = np.empty((rows, blocks), np.float32), np.empty((rows, blocks), np.int32)
+        counters = np.zeros((1, WIDTH), np.int64)
+        with kernel_lock:
+            threads = kernel_threads(self._outputs * self._inputs)
+            stack_kernel.multiply_best(
+                threads, as_array(x), rows, self._weights, self._biases, outputs, tops, places, counters
+            )
+        every = np.arange(rows)
+        block = tops.argmax(axis=1)  # the first of equal ones; NaN counts as the largest
+        best = np.where(np.isfinite(tops[every, block]), places[every, block], -1)
+        return torch.from_numpy(best.astype(np.int64))
+
 
 class LayerStack:
     """L decoder layers of the Llama family with one packed buffer of weights.

@@ -12,7 +12,8 @@ from numba import njit, prange, types
 from numba.extending import overload
 
 from eagle2.models import products
-from eagle2.models.kernels import attend_task, gate, narrow, norm_row, rotate_row
+from eagle2.models.exponentials import finish_gated
+from eagle2.models.kernels import BLOCK_LANES, attend_task, narrow, norm_row, rotate_row
 from eagle2.models.turns import put, take, wait
 
 COLUMNS = products.COLUMNS
@@ -113,19 +114,14 @@ def _linear_added(x, rows, weights, offset, biases, bias, inputs, block, out, su
 
 
 @njit(error_model="numpy", cache=True)
-def _linear_gated(x, rows, weights, offset, biases, bias, inputs, block, out, sums, nothing):
-    """out[:, 16 columns] = silu(gate) * up; a block holds 16 columns of each. nothing: 16 zeros, a bias."""
+def _linear_gated(x, rows, weights, offset, biases, bias, inputs, block, out, sums):
+    """out[:, 16 columns] = silu(gate) * up; a block holds 16 columns of each."""
     first = block * COLUMNS
     row = 0
     while row < rows:
         count = _product(x, row, rows, weights, offset + first * inputs, sums)
         for i in range(count):
-            products.round_sums(sums, i, 0, biases, bias + first, out)
-            products.round_sums(sums, i, 16, biases, bias + first + 16, out)
-            line = sums[i]
-            for c in range(16):
-                line[c] = gate(line[c], line[16 + c])
-            products.finish(sums, i, 0, nothing, 0, out, (row + i) * out.shape[1] + block * 16)
+            finish_gated(sums, i, biases, bias + first, out, (row + i) * out.shape[1] + block * 16)
         row += count
 
 
@@ -138,9 +134,9 @@ def _work(
     layers, kv_heads = key_pools.shape[0], key_pools.shape[2]
     heads, dim, hidden = query.shape[1], query.shape[2], inner.shape[1]
     saved = np.empty(64, np.uint8)
-    sums, nothing = np.empty((_ROWS, COLUMNS), np.float32), np.zeros(16, np.float32)
-    keys, values = np.empty((dim, 64), np.float32), np.empty((64, dim), np.float32)
-    s, t, lanes = np.empty((4, 64), np.float32), np.empty(32, np.float32), np.empty(16, np.float32)
+    sums = np.empty((_ROWS, COLUMNS), np.float32)
+    keys, values = np.empty((dim, BLOCK_LANES), np.float32), np.empty((64, dim), np.float32)
+    s, lanes = np.empty((4, 64), np.float32), np.empty(16, np.float32)
     flat = attended.reshape(attended.shape[0], heads * dim)
     qkv_width = qkv.shape[1]
     qkv_blocks, width_blocks, inner_blocks = qkv_width // COLUMNS, width // COLUMNS, hidden // 16
@@ -189,7 +185,7 @@ def _work(
             task = piece // kv_heads
             attend_task(
                 query, key_pool, value_pool, tables[tasks[task, 0]], lengths, paths, path_lengths, tasks[task, 1],
-                tasks[task, 2], piece % kv_heads, scale, keys, values, s, t, attended,
+                tasks[task, 2], piece % kv_heads, scale, keys, values, s, attended,
             )  # fmt: skip
             put(counters, phase + 3)
         wait(counters, phase + 3, pieces)
@@ -213,7 +209,7 @@ def _work(
             block = take(counters, phase + 6)
             if block >= inner_blocks:
                 break
-            _linear_gated(normed, rows, weights, offset, biases, bias, width, block, inner, sums, nothing)
+            _linear_gated(normed, rows, weights, offset, biases, bias, width, block, inner, sums)
             put(counters, phase + 6)
         wait(counters, phase + 6, inner_blocks)
         offset += 2 * hidden * width
@@ -279,3 +275,34 @@ def multiply(threads, x, rows, weights, biases, out, counters):
     """out[:rows] = x W^T + b. x (T', I), whole tiles; out (T, O), float32 also where x is bfloat16."""
     for _ in prange(threads):
         _multiply_work(x, rows, weights, biases, out, counters)
+
+
+@njit(cache=True)
+def _best_work(x, rows, weights, biases, columns, tops, places, counters):
+    saved = np.empty(64, np.uint8)
+    sums = np.empty((_ROWS, COLUMNS), np.float32)
+    blocks, inputs = tops.shape[1], x.shape[1]
+    _begin(x, saved)
+    while True:
+        block = take(counters, 0)
+        if block >= blocks:
+            break
+        first, row = block * COLUMNS, 0
+        while row < rows:
+            count = _product(x, row, rows, weights, first * inputs, sums)
+            for i in range(count):
+                at = (row + i) * blocks + block
+                products.best_of_block(sums, i, biases, first, columns - first, tops, places, at, first)
+            row += count
+    _end(x, saved)
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def multiply_best(threads, x, rows, weights, biases, columns, tops, places, counters):
+    """Of each row of x W^T + b and each block of 32 columns: the largest, and where it stands.
+
+    x (T', I), whole tiles; ``columns``: those behind it do not count; tops (T, blocks) float32, NaN where the block
+    has one; places (T, blocks) int32.
+    """
+    for _ in prange(threads):
+        _best_work(x, rows, weights, biases, columns, tops, places, counters)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from eagle2.models.architecture import TargetConfig
 from eagle2.models.attention import KVPool, RowLayout
-from eagle2.models.fused import fused_layers, row_linear, stack_tiles
+from eagle2.models.fused import best_outputs, fused_layers, row_linear, stack_tiles
 from eagle2.models.layers import DecoderLayer, RMSNorm, RotaryTable, Weights, common_tiles, padded_rows
 from eagle2.models.rows import Rows
 
@@ -73,3 +73,9 @@ class TargetModel:
     def logits(self, features: Tensor) -> Tensor:
         """(T, H) -> (T, V) float32."""
         return self._head(features)
+
+    @torch.inference_mode()
+    def best(self, features: Tensor, vocab_size: int) -> Tensor:
+        """(T, H) -> (T,) int64 on the host: each row's arg-max among the first ``vocab_size`` ids, -1 where it is no
+        finite number; what the logits would say."""
+        return best_outputs(self._head, features, vocab_size)
