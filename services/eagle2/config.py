@@ -215,7 +215,7 @@ class AdmissionSettings:
 @with_config(_STRICT)
 @dataclass(frozen=True, slots=True)
 class TenantSettings:
-    """Who may ask, and how much. ``keys_file`` None serves everybody.
+    """Who may ask, and how much. ``keys_file`` (an absolute path) None serves everybody, without limits.
 
     ``requests_per_minute`` and ``tokens_per_minute`` (prompt and answer) hold for each key that has no limits of its
     own in the file; None for no limit.
@@ -227,6 +227,11 @@ class TenantSettings:
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "requests_per_minute", "tokens_per_minute")
+        path = self.keys_file
+        # Services do not run in the folder where the setting was written.
+        _require(path is None or os.path.isabs(path), f"keys_file must be an absolute path, not {path!r}.")  # noqa: PTH117
+        for name in ("requests_per_minute", "tokens_per_minute"):
+            _require(path is not None or getattr(self, name) is None, f"{name} counts by key, so it needs a keys_file.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from eagle2.operations.deployment_status import read_progress
 from eagle2.operations.local_cluster import LocalCluster
 from eagle2.operations.settings_flags import add_engine_flags, add_model_flags, given_settings
 from eagle2.protocol import ModelDescription
+from eagle2.router.tenants import KeyFile
 
 _PROPOSER = "DraftProposer"
 
@@ -48,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         document = read_config(args.config)
         settings = settings_of(document, given_settings(args))
+        KeyFile.of(settings.tenants)  # one that cannot be used is refused here, before Ray takes its time
         _refuse_taken_port(settings.http)
         _prepare_model(settings)
         _say("Starting Ray")

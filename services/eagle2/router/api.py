@@ -15,13 +15,16 @@ from starlette.responses import Response
 
 from eagle2.errors import RequestError, UnavailableError
 from eagle2.protocol import Verifier
-from eagle2.router.failures import GenerationError, JSONReply, describe_failure, error_reply
+from eagle2.router.buckets import Buckets
+from eagle2.router.failures import GenerationError, JSONReply, describe_failure, error_reply, failure_headers
 from eagle2.router.gate import RequestGate
 from eagle2.router.generations import Generations
 from eagle2.router.model import ModelSource
 from eagle2.router.probes import Probes
+from eagle2.router.quotas import Quotas
 from eagle2.router.schemas import ChatBody, CompletionBody
 from eagle2.router.settings import RouterSettings
+from eagle2.router.tenants import KeyFile
 from eagle2.telemetry.recorder import Recorder
 
 CHAT = "/v1/chat/completions"
@@ -41,21 +44,28 @@ def create_app(
     *,
     draw_seed: Callable[[], int] = draw_seed,
     clock: Callable[[], float] = time.time,
+    keys: KeyFile | None = None,
+    shared_buckets: Buckets | None = None,
 ) -> FastAPI:
-    """The application in front of ``verifier``. ``clock`` is the Unix time in seconds."""
+    """The application in front of ``verifier``. ``clock`` is the Unix time in seconds.
+
+    keys: who is served, None for everybody. shared_buckets: where all routers count what keys use.
+    """
     recorder = Recorder()
+    quotas = Quotas(recorder, shared_buckets)
     models = ModelSource(verifier, settings)
     probes = Probes(verifier, models, recorder, settings)
-    generations = Generations(verifier, models, settings, recorder, draw_seed=draw_seed, clock=clock)
+    generations = Generations(verifier, models, settings, recorder, quotas, draw_seed=draw_seed, clock=clock)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
         generations.close()
+        await quotas.settle()
 
     # No interactive documentation: its pages load scripts from elsewhere.
     app = FastAPI(title="eagle2", openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan)
-    app.add_middleware(RequestGate, recorder=recorder, endpoints=ENDPOINTS)
+    app.add_middleware(RequestGate, recorder=recorder, endpoints=ENDPOINTS, keys=keys)
     for kind in (RequestError, UnavailableError, GenerationError):
         app.add_exception_handler(kind, _failed)
     app.add_exception_handler(ClientDisconnect, _gone)
@@ -97,7 +107,7 @@ async def _model_object(models: ModelSource) -> dict[str, Any]:
 
 async def _failed(request: Request, error: Exception) -> Response:
     status, body = describe_failure(error, request.state.request_id)
-    return JSONReply({"error": body}, status)
+    return JSONReply({"error": body}, status, failure_headers(error))
 
 
 async def _gone(_: Request, __: Exception) -> Response:

@@ -12,6 +12,7 @@ from eagle2.config import Settings
 from eagle2.router.api import create_app
 from eagle2.router.serve_verifier import ServeVerifier
 from eagle2.router.settings import RouterSettings
+from eagle2.router.tenants import KeyFile
 
 
 class Router:
@@ -19,15 +20,12 @@ class Router:
 
     def __init__(self, settings: Settings, verifiers: DeploymentHandle[Any]) -> None:
         self._verifier = ServeVerifier(verifiers)
-        self._settings = RouterSettings(
-            model_name=settings.model.served_model_name,
-            default_max_tokens=settings.http.default_max_tokens,
-            request_timeout_s=settings.http.request_timeout_s,
-        )
+        self._settings = RouterSettings.of(settings)
+        self._keys = KeyFile.of(settings.tenants)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve calls this once, after the constructor."""
-        return create_app(self._verifier, self._settings)
+        return create_app(self._verifier, self._settings, keys=self._keys)
 
 
 router = serve.deployment(name="Router")(serve.ingress()(Router))

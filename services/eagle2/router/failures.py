@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from eagle2.errors import RequestError, UnavailableError
+from eagle2.errors import OverloadedError, RequestError, UnavailableError
 from eagle2.protocol import ErrorCode
 
 _LONGEST_NAME = 64
@@ -73,6 +74,13 @@ def describe_failure(error: Exception, request_id: str) -> tuple[int, dict[str, 
         return status, error_object(status, str(error), code=error.code)
     message = f"The server failed to answer; its log names the reason under {request_id}."
     return 500, error_object(500, message, code="internal_error")
+
+
+def failure_headers(error: Exception) -> dict[str, str]:
+    """Headers that go with an exception's reply: when to come back, and what a limit leaves until then."""
+    if not isinstance(error, OverloadedError):
+        return {}
+    return {"Retry-After": str(max(1, math.ceil(error.retry_after_s))), **getattr(error, "headers", {})}
 
 
 def request_error(error: ValidationError) -> RequestError:

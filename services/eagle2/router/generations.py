@@ -13,13 +13,15 @@ from starlette.responses import Response
 
 from eagle2.protocol import GenerationRequest, Verifier
 from eagle2.router.body import parse_body, read_body
-from eagle2.router.identity import generation_id_of, tenant_of
+from eagle2.router.identity import generation_id_of
 from eagle2.router.model import ModelSource, ServedModel
 from eagle2.router.parameters import deadline_of, priority_of, sampling_params, stop_conditions
+from eagle2.router.quotas import MeteredVerifier, Quotas
 from eagle2.router.replies import ChatShape, CompletionShape, ReplyShape
 from eagle2.router.reply import GenerationReply
 from eagle2.router.schemas import ChatBody, CompletionBody
 from eagle2.router.settings import RouterSettings
+from eagle2.router.tenants import Caller
 from eagle2.telemetry.recorder import Recorder
 
 T = TypeVar("T")
@@ -34,6 +36,7 @@ class Generations:
         models: ModelSource,
         settings: RouterSettings,
         recorder: Recorder,
+        quotas: Quotas,
         *,
         draw_seed: Callable[[], int],
         clock: Callable[[], float] = time.time,
@@ -42,6 +45,7 @@ class Generations:
         self._models = models
         self._settings = settings
         self._recorder = recorder
+        self._quotas = quotas
         self._draw_seed = draw_seed
         self._clock = clock
         self._workers = ThreadPoolExecutor(settings.worker_threads, thread_name_prefix="eagle2-text")
@@ -52,13 +56,16 @@ class Generations:
 
     async def answer(self, request: Request, schema: type[ChatBody] | type[CompletionBody], endpoint: str) -> Response:
         """The reply of one generation. Raises RequestError, UnavailableError or ClientDisconnect."""
+        caller: Caller = request.state.caller
+        request.state.reply_headers.update(await self._quotas.take_request(caller))
         raw = await read_body(request.receive, request.headers, self._settings)
         body = await self._run(len(raw), lambda: parse_body(schema, raw))
         model = await self._models.get()
         model.check_name(body.model)
         generation = await self._run(len(raw), lambda: self._prepare(request, body, model))
+        request.state.reply_headers.update(await self._quotas.take_prompt(caller, len(generation.prompt_ids)))
         return GenerationReply(
-            self._verifier,
+            MeteredVerifier(self._verifier, self._quotas, caller),
             generation,
             self._shape(body, model, generation),
             stream=body.stream,
@@ -75,10 +82,10 @@ class Generations:
 
     def _prepare(self, request: Request, body: ChatBody | CompletionBody, model: ServedModel) -> GenerationRequest:
         sampling = sampling_params(body, model.description.vocab_size, self._draw_seed)
-        prompt_ids = model.prompt_ids(body)
+        prompt_ids = model.prompt_ids(body, self._settings.max_prompt_tokens)
         return GenerationRequest(
             request_id=generation_id_of(request.state.request_id),
-            tenant=tenant_of(request.headers.get("authorization")),
+            tenant=request.state.caller.tenant,
             prompt_ids=prompt_ids,
             sampling=sampling,
             stop=stop_conditions(body, prompt_ids, model.description, self._settings.default_max_tokens),

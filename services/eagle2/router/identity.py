@@ -12,10 +12,14 @@ ANONYMOUS = "anonymous"
 
 def tenant_of(authorization: str | None) -> str:
     """An opaque tenant from the bearer key of an Authorization header."""
+    key = bearer_key(authorization)
+    return ANONYMOUS if key is None else framed_hash("tenant", key)
+
+
+def bearer_key(authorization: str | None) -> str | None:
+    """The key of ``Bearer KEY``, None where there is none."""
     scheme, _, key = (authorization or "").strip().partition(" ")
-    if scheme.lower() != "bearer" or not key.strip():
-        return ANONYMOUS
-    return framed_hash("tenant", key.strip())
+    return key.strip() or None if scheme.lower() == "bearer" else None
 
 
 def framed_hash(*parts: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from eagle2.errors import RequestError, UnavailableError
 from eagle2.protocol import ModelDescription, Verifier
-from eagle2.router.parameters import check_prompt_ids
+from eagle2.router.parameters import check_prompt_ids, check_prompt_length
 from eagle2.router.schemas import ChatBody, CompletionBody
 from eagle2.router.settings import RouterSettings
 from eagle2.text.chat import ChatTemplate
@@ -48,8 +48,11 @@ class ServedModel:
                 status=404,
             )
 
-    def prompt_ids(self, body: ChatBody | CompletionBody) -> tuple[int, ...]:
-        """The ids of the prompt. Raises RequestError for an empty prompt or ids outside the vocabulary."""
+    def prompt_ids(self, body: ChatBody | CompletionBody, max_tokens: int) -> tuple[int, ...]:
+        """The ids of the prompt, ``max_tokens`` at most.
+
+        Raises RequestError for one that is too long or empty, or has ids outside the vocabulary.
+        """
         if isinstance(body, ChatBody):
             ids = self._chat_ids(body)
             param = "messages"
@@ -58,6 +61,7 @@ class ServedModel:
             if prompt == "":  # a start token alone is no prompt
                 check_prompt_ids((), self.description.vocab_size, param)
             ids = tuple(self.tokenizer.encode(prompt, add_special_tokens=True)) if isinstance(prompt, str) else prompt
+        check_prompt_length(len(ids), max_tokens, param)
         check_prompt_ids(ids, self.description.vocab_size, param)
         return ids
 

@@ -75,6 +75,14 @@ def deadline_of(body: GenerationBody, most_s: float | None, now: float) -> float
     return now + min(given) if given else None
 
 
+def check_prompt_length(tokens: int, most: int, param: str) -> None:
+    """Raises RequestError for a prompt of more than ``most`` tokens."""
+    if tokens > most:
+        raise RequestError(
+            f"The prompt has {tokens} tokens, the most are {most}.", param=param, code="context_length_exceeded"
+        )
+
+
 def check_prompt_ids(prompt_ids: tuple[int, ...], vocab_size: int, param: str) -> None:
     """Raises RequestError for a prompt without tokens or with an id outside the vocabulary."""
     if not prompt_ids:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from eagle2.config import Settings
 from eagle2.errors import ConfigError
 
 
@@ -12,14 +13,16 @@ class RouterSettings:
     """What an operator may set of the HTTP layer. Times are in seconds, sizes in bytes.
 
     ``model_name`` replaces the name that the verifier gives. ``default_max_tokens`` bounds answers whose request
-    names no bound; None lets them run to the end of the context. ``request_timeout_s`` is the most that an answer may
-    take; clients can only lower it. Bodies of up to ``inline_body_bytes`` are read on the event loop, larger ones in
-    one of ``worker_threads`` threads. A write that does not drain in ``slow_reader_timeout_s`` ends its generation.
+    names no bound; None lets them run to the end of the context. ``max_prompt_tokens`` is the longest prompt, whatever
+    the model takes. ``request_timeout_s`` is the most that an answer may take; clients can only lower it. Bodies of up
+    to ``inline_body_bytes`` are read on the event loop, larger ones in one of ``worker_threads`` threads. A write that
+    does not drain in ``slow_reader_timeout_s`` ends its generation.
     """
 
     model_name: str | None = None
     default_max_tokens: int | None = None
     max_body_bytes: int = 4 * 1024 * 1024
+    max_prompt_tokens: int = 8192
     body_timeout_s: float = 30.0
     slow_reader_timeout_s: float = 30.0
     request_timeout_s: float | None = None
@@ -34,6 +37,7 @@ class RouterSettings:
         for name in (
             "default_max_tokens",
             "max_body_bytes",
+            "max_prompt_tokens",
             "body_timeout_s",
             "slow_reader_timeout_s",
             "request_timeout_s",
@@ -47,3 +51,15 @@ class RouterSettings:
                 raise ConfigError(f"The router's {name} must be above 0, not {value!r}.")
         if self.model_name == "":
             raise ConfigError("The router's model_name must not be empty.")
+
+    @classmethod
+    def of(cls, settings: Settings) -> RouterSettings:
+        """What the operator's ``settings`` say of the HTTP layer."""
+        http = settings.http
+        return cls(
+            model_name=settings.model.served_model_name,
+            default_max_tokens=http.default_max_tokens,
+            max_body_bytes=http.max_body_bytes,
+            max_prompt_tokens=http.max_prompt_tokens,
+            request_timeout_s=http.request_timeout_s,
+        )

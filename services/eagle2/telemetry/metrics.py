@@ -72,6 +72,12 @@ PLACES = Metric("router_places", "gauge", "Sequences that this router may have i
 PLACES_HELD = Metric("router_places_held", "gauge", "Places that admitted requests hold.")
 REFUSALS = Metric("router_refusals_total", "counter", "Requests that admission turned away.", ("reason",))
 PLACEMENTS = Metric("router_placements_total", "counter", "Attempts by what chose their replica.", ("reason",))
+QUOTA_REFUSALS = Metric(
+    "router_quota_refusals_total", "counter", "Requests refused since their key had used up its minute.", ("limit",)
+)
+QUOTA_FALLBACKS = Metric(
+    "router_quota_fallbacks_total", "counter", "Times that shared quotas did not answer and this router counted alone."
+)
 LOAD_REPORTS_FAILED = Metric(
     "router_load_reports_failed_total", "counter", "Times that other routers could not be told of requests in flight."
 )
@@ -117,6 +123,8 @@ ROUTER_METRICS = (
     PLACES_HELD,
     REFUSALS,
     PLACEMENTS,
+    QUOTA_REFUSALS,
+    QUOTA_FALLBACKS,
     LOAD_REPORTS_FAILED,
     FAILOVERS,
     RETRIES_REFUSED,
