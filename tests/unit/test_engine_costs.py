@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle2.engine.costs import CostCurve, DraftCost, DraftCosts, Forecast, OwnCosts, StepCosts, sizes_up_to
+from eagle2.engine.costs import CostCurve, DraftCost, DraftCosts, OwnCosts, StepCosts, sizes_up_to
 from eagle2.engine.isotonic import isotonic
 from eagle2.engine.values import NodeValues
 
@@ -132,19 +132,6 @@ def test_what_a_tree_takes_beside_drafting_is_the_difference_to_plain_steps() ->
     for _ in range(300):
         own.observe(1, 0.0005)  # by mistake of the clock, less than a plain step
     assert own.tree_s == 0
-
-
-def test_a_forecast_is_put_right_by_kind() -> None:
-    forecast = Forecast()
-    assert forecast.factor(True, False) == 1
-    for _ in range(200):
-        forecast.observe(0.010, 0.012, True, False)
-        forecast.observe(0.010, 0.008, False, False)
-    assert forecast.factor(True, False) == pytest.approx(1.2)
-    assert forecast.factor(False, False) == pytest.approx(0.8)
-    assert forecast.factor(False, True) == 1
-    forecast.observe(0.010, 10.0, True, False)  # a machine that was elsewhere
-    assert forecast.factor(True, False) < 1.25
 
 
 def test_one_size_tells_something_of_all_and_most_of_itself() -> None:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eagle2.engine.costs import DraftCost, DraftCosts, Forecast, OwnCosts, StepCosts
+from eagle2.engine.costs import DraftCost, DraftCosts, OwnCosts, StepCosts
 from eagle2.engine.isotonic import Floats
+from eagle2.engine.trials import Trials
 from eagle2.engine.values import Booleans, Integers, NodeValues
 from eagle2.speculative.draft import TreeShape
 from eagle2.telemetry import metrics
@@ -22,22 +23,29 @@ _WINDOW, _FEWEST = 24, 8  # surveyed trees that a choice of shape rests on
 # Of the time, what may go into looking at trees larger than those that pay: while some pay, and while none does, when
 # nothing else shows what has become of drafting.
 _SURVEY_SHARE, _PLAIN_SURVEY_SHARE = 0.01, 0.02
+_SURVEY_STEPS = 16  # from one to the next at least
+_DEBT = 8.0  # steps' time that a survey may have taken too much, at most
 _SURVEYED = 4  # nodes of such a tree that are verified in any case, so that its values are put to the test
 _CHOICE_STEPS = 16  # steps that a choice of shape holds for
 _MARGIN = 1.01  # another shape must be this much better: two equal ones would take turns
-_TREES_MARGIN = 1.05  # trees must be expected to gain this much: the best of many estimates is one that is too good
-_COARSE = 64  # rows of prompts and positions that make no difference to a choice
-_PLAIN = -1  # the option without a tree
+# Whether there are trees at all is tried (``engine/trials.py``): costs that were taken apart leave out what the parts
+# do to each other. Where nothing was tried yet, trees must be expected to gain so much: the best of many estimates is
+# one that is too good. And where they are expected to lose so much, they are not tried.
+_TREES_MARGIN, _HOPELESS = 1.05, 0.85
+_TRIAL_SHARE, _TRIAL_MARGIN, _MEMORY, _EAGER = 0.02, 1.02, 300, 2
+_MOST_PROMPTS = 0.5  # the part of a step beyond which prompts leave nothing to compare
+_COARSE = 64  # positions that make no difference to a choice
+_COARSE_S = 0.01  # seconds of prompts that make none
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A step's work before any tree: sequences that decode, those of them that take a tree, rows of prompts, and how
-    many positions a decoding sequence's row sees, in the mean."""
+    """A step's work before any tree: sequences that decode, those of them that take a tree, seconds for prompts, and
+    how many positions a decoding sequence's row sees, in the mean."""
 
     decoding: int
     drafting: int
-    prefill_rows: int = 0
+    prompt_s: float = 0.0
     context: int = 0
 
 
@@ -68,6 +76,15 @@ class DraftedNodes:
     depths: Integers
     parents: Integers
     trees: Integers
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """Made at a step: the best option, and its tokens per second over those of plain decoding, as expected."""
+
+    step: int
+    option: int
+    gain: float
 
 
 def best_count(values: Floats, decoding: int, seconds: Floats) -> tuple[int, float]:
@@ -117,43 +134,54 @@ class AdaptiveBudget:
 
     def __init__(self, bounds: TreeShape, verify: StepCosts, draft: DraftCosts) -> None:
         self.bounds, self.verify, self.draft = bounds, verify, draft
-        self.own, self.forecast = OwnCosts(), Forecast()
-        self.values = NodeValues()
+        self.own, self.values = OwnCosts(), NodeValues()
+        self.trials = Trials(share=_TRIAL_SHARE, margin=_TRIAL_MARGIN, memory=_MEMORY, eager=_EAGER)
         widths = sorted({k for k in (1, 2, 3, 4, 6, 8, 12, 16) if k < bounds.top_k} | {bounds.top_k})
         depths = range(1, bounds.depth + 1)
         self._options = [TreeShape(depth, k, bounds.num_nodes) for depth in depths for k in widths]
         self._depths = np.array([option.depth for option in self._options])
         self._widths = np.array([option.top_k for option in self._options])
         self._surveys: deque[tuple[DraftedNodes, Integers]] = deque(maxlen=_WINDOW)
-        self._choices: dict[Load, tuple[int, int]] = {}  # step and option
+        self._choices: dict[Load, _Choice] = {}
         self._current = len(self._options) - 1
-        self._steps = 0
+        self._planned: StepPlan = StepPlan(None)
+        self._gain = 1.0  # of trees over none, as expected at this step
+        self._steps = self._surveyed = 0
         self._new_rows = 2.0  # of the draft head for each sequence of a step
-        self._allowance_s = 0.0
+        self._allowance_s = self._without_survey_s = 0.0
 
     def plan(self, load: Load) -> StepPlan:
         """What to draft. With nobody who drafts yet, what is going to be drafted for one sequence."""
         load = Load(
             max(load.decoding, 1),
             max(load.drafting, 1),
-            -(-load.prefill_rows // _COARSE) * _COARSE,
+            round(load.prompt_s / _COARSE_S) * _COARSE_S,
             -(-load.context // _COARSE) * _COARSE,
         )
+        self._planned = self._plan_for(load)
+        return self._planned
+
+    def _plan_for(self, load: Load) -> StepPlan:
+        largest = len(self._options) - 1
         if len(self._surveys) < _FEWEST:
-            return self._plan(load, len(self._options) - 1, survey=True)
-        option = self._choice(load)
-        if option == len(self._options) - 1:
+            return self._plan(load, largest, survey=True)
+        choice = self._choice(load)
+        self._gain = choice.gain
+        has_trees = self.trials.is_other(load.decoding, starts_other=self._gain > _TREES_MARGIN)
+        has_trees &= self._gain > _HOPELESS
+        if has_trees and choice.option == largest:
             self._allowance_s = 0.0
-            return self._plan(load, option)
-        survey = self._plan(load, len(self._options) - 1, survey=True, alone=option == _PLAIN)
-        chosen = self._plan(load, option)
+            return self._plan(load, largest)
+        survey = self._plan(load, largest, survey=True, alone=not has_trees)
+        chosen = self._plan(load, choice.option) if has_trees else StepPlan(None)
         extra = survey.draft_s - chosen.draft_s
-        if option == _PLAIN:
-            rows = load.decoding + load.prefill_rows
-            extra += self.verify.at(rows + _SURVEYED, load.context) - self.verify.at(rows, load.context)
-        if self._allowance_s < extra:
+        if not has_trees:
+            extra += self.verify.at(load.decoding + _SURVEYED, load.context)
+            extra -= self.verify.at(load.decoding, load.context)
+        if self._allowance_s < extra or self._steps - self._surveyed < _SURVEY_STEPS:
             return chosen
-        self._allowance_s = 0.0
+        self._surveyed = self._steps
+        self._without_survey_s = chosen.draft_s + load.prompt_s + self.verify.at(load.decoding, load.context)
         return survey
 
     def keep(self, nodes: DraftedNodes, load: Load, plan: StepPlan) -> Booleans:
@@ -161,8 +189,9 @@ class AdaptiveBudget:
         values = self.values.of(nodes.scores, nodes.depths, nodes.parents)
         # A child is worth no more than its parent and stands behind it, so every beginning of this order is of trees.
         order = np.argsort(-values, kind="stable")
-        rows = load.decoding + load.prefill_rows + np.arange(len(values) + 1, dtype=np.float64)
-        count, _ = best_count(values[order], load.decoding, plan.draft_s + self.verify(rows, load.context))
+        rows = load.decoding + np.arange(len(values) + 1, dtype=np.float64)
+        seconds = plan.draft_s + load.prompt_s + self.verify(rows, load.context)
+        count, _ = best_count(values[order], load.decoding, seconds)
         kept = np.zeros(len(values), np.bool_)
         kept[order[:count]] = True
         for tree in np.unique(nodes.trees).tolist() if plan.whole else ():
@@ -187,21 +216,27 @@ class AdaptiveBudget:
         """
         self._steps += 1
         self.values.step()
-        self._allowance_s += (_PLAIN_SURVEY_SHARE if self._current == _PLAIN else _SURVEY_SHARE) * seconds
+        self._allowance_s += (_PLAIN_SURVEY_SHARE if self._planned.shape is None else _SURVEY_SHARE) * seconds
         if is_measure:
             self.verify.observe(rows, context, seconds)
 
-    def whole_step(self, plan: StepPlan, load: Load, rows: int, seconds: float) -> None:
-        """A step as planned, of so many rows with its nodes, took so long from its plan to its end."""
-        if not plan.survey:
-            expected = plan.draft_s + self.verify.at(rows, load.context)
-            self.forecast.observe(expected, seconds, plan.shape is not None, load.prefill_rows > 0)
+    def whole_step(self, load: Load, trees: int, tokens: int, seconds: float) -> None:
+        """The step as planned, with so many trees, took so long from its plan to its end and committed so many tokens
+        of sequences that decode. ``load.prompt_s``: what its prompts are known to have taken of that."""
+        plan, way = self._planned, None
+        if plan.survey:  # what it took is paid for, whatever it was expected to take
+            extra = max(seconds - self._without_survey_s, 0.0)
+            self._allowance_s = max(self._allowance_s - extra, -_DEBT * self._without_survey_s)
+        if not plan.survey and (trees > 0) == (plan.shape is not None) and load.prompt_s < _MOST_PROMPTS * seconds:
+            way = trees > 0
+        decoded_s = max(seconds - load.prompt_s, seconds / 10)
+        self.trials.observe(way, load.decoding, tokens, decoded_s, may_try=self._gain > _HOPELESS)
 
     def export(self, stats: Recorder) -> None:
         """The choice, the costs and the calibration, as gauges."""
-        option = None if self._current == _PLAIN else self._options[self._current]
-        stats.set(metrics.TREE_BUDGET_DEPTH, option.depth if option else 0)
-        stats.set(metrics.TREE_BUDGET_TOP_K, option.top_k if option else 0)
+        shape = self._planned.shape
+        stats.set(metrics.TREE_BUDGET_DEPTH, shape.depth if shape else 0)
+        stats.set(metrics.TREE_BUDGET_TOP_K, shape.top_k if shape else 0)
         for curve, metric in (
             (self.verify.curve, metrics.TREE_BUDGET_VERIFY_SECONDS),
             (self.draft.curve, metrics.TREE_BUDGET_DRAFT_SECONDS),
@@ -212,29 +247,28 @@ class AdaptiveBudget:
             stats.set(metrics.TREE_BUDGET_CALIBRATION, chance, drafted=edge)
 
     def _plan(self, load: Load, option: int, *, survey: bool = False, alone: bool = False) -> StepPlan:
-        if option == _PLAIN:
-            return StepPlan(None)
         shape = self._options[option]
         sequences = 1 if alone else load.drafting
         draft_s = self.draft.at(self._new_rows * sequences, shape.depth, shape.top_k * sequences)
         draft_s += self.own.tree_s * sequences
         return StepPlan(shape, alone, survey, option == len(self._options) - 1, draft_s)
 
-    def _choice(self, load: Load) -> int:
+    def _choice(self, load: Load) -> _Choice:
         known = self._choices.get(load)
-        if known is not None and self._steps - known[0] < _CHOICE_STEPS:
-            return known[1]
-        rates = self._rates(load)
-        best = int(rates.argmax()) - 1
-        if rates[best + 1] > _MARGIN * rates[self._current + 1]:
+        if known is not None and self._steps - known.step < _CHOICE_STEPS:
+            return known
+        plain, rates = self._rates(load)
+        best = int(rates.argmax())
+        if rates[best] > _MARGIN * rates[self._current]:
             self._current = best
         if len(self._choices) > 256:
             self._choices.clear()
-        self._choices[load] = self._steps, self._current
-        return self._current
+        choice = _Choice(self._steps, self._current, float(rates[self._current]) / plain)
+        self._choices[load] = choice
+        return choice
 
-    def _rates(self, load: Load) -> Floats:
-        """Tokens per second of plain decoding, then of every option with the nodes that it pays to verify.
+    def _rates(self, load: Load) -> tuple[float, Floats]:
+        """Tokens per second of plain decoding, and of every option with the nodes that it pays to verify.
 
         Every ``drafting`` sequence is taken to have the surveyed trees' nodes, each of them by one part of them all.
         """
@@ -245,16 +279,11 @@ class AdaptiveBudget:
         share = load.drafting / len(self._surveys)
         drafted = (depths[order] <= self._depths[:, None]) & (widths[order] <= self._widths[:, None])
         tokens = load.decoding + share * np.cumsum(np.where(drafted, values[order], 0.0), axis=1)
-        rows = load.decoding + load.prefill_rows
         draft_s = self.draft(
             self._new_rows * load.drafting, self._depths.astype(np.float64), self._widths * float(load.drafting)
         )
         draft_s = draft_s + self.own.tree_s * load.drafting
         verified: Floats = np.cumsum(drafted, axis=1, dtype=np.float64)
-        seconds = draft_s[:, None] + self.verify(rows + share * verified, load.context)
-        reads = load.prefill_rows > 0
-        plain = (
-            _TREES_MARGIN * load.decoding / (self.verify.at(rows, load.context) * self.forecast.factor(False, reads))
-        )
-        best = (tokens / (seconds * self.forecast.factor(True, reads))).max(axis=1, initial=0.0)
-        return np.concatenate([[plain], best])
+        verify_s = load.prompt_s + self.verify(load.decoding + share * verified, load.context)
+        plain = load.decoding / (load.prompt_s + self.verify.at(load.decoding, load.context))
+        return plain, (tokens / (draft_s[:, None] + verify_s)).max(axis=1, initial=0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from eagle2.engine.budget import AdaptiveBudget, Load, StepPlan
 from eagle2.engine.costs import DraftCost
@@ -32,8 +33,8 @@ class FixedTrees:
     def __init__(self, shape: TreeShape) -> None:
         self.shape = shape
 
-    def begin(self, running: Sequence[Generation], prefill_rows: int) -> None:
-        """A step with a proposer begins: choose ``shape``. ``prefill_rows``: prompt tokens that it may take."""
+    def begin(self, running: Sequence[Generation], prompt_s: float) -> None:
+        """A step with a proposer begins: choose ``shape``. ``prompt_s``: seconds that its prompts are to take."""
 
     def is_wanted(self, sequence: Generation) -> bool:  # noqa: ARG002
         """Whether the proposer is asked about a sequence at this step: for a tree, or to keep up."""
@@ -78,15 +79,15 @@ class AdaptiveTrees(FixedTrees):
         self._plan, self._load = StepPlan(None), Load(1, 1)
         self._has_asked = False  # at this step, for a tree
         self._began: float | None = None  # this step
-        self._draft_s, self._num_trees = 0.0, 0  # of this step
+        self._draft_s, self._num_trees, self._num_accepted = 0.0, 0, 0  # of this step
         self._steps = 0
         self._is_measured = False
 
-    def begin(self, running: Sequence[Generation], prefill_rows: int) -> None:
-        self._began, self._draft_s, self._num_trees = self._clock(), 0.0, 0
+    def begin(self, running: Sequence[Generation], prompt_s: float) -> None:
+        self._began, self._draft_s, self._num_trees, self._num_accepted = self._clock(), 0.0, 0, 0
         decoding = [sequence for sequence in running if sequence.decodes]
         drafting = sum(sequence.speculate and sequence.num_left > 1 for sequence in decoding)
-        self._load = Load(len(decoding), drafting, prefill_rows, _mean_context(decoding))
+        self._load = Load(len(decoding), drafting, prompt_s, _mean_context(decoding))
         self._plan = self.budget.plan(self._load)
         self.shape = self._plan.shape or self.budget.bounds
         self._has_asked = False
@@ -126,6 +127,7 @@ class AdaptiveTrees(FixedTrees):
 
     def judged(self, trees: Forest, accepted: Booleans) -> None:
         is_drafted = trees.depths > 0
+        self._num_accepted = int(accepted[is_drafted].sum())
         self.budget.values.observe(trees.scores[is_drafted], trees.depths[is_drafted], accepted[is_drafted])
 
     def verified(self, rows: int, seconds: float, *, has_prefill: bool, is_alone: bool) -> None:
@@ -133,9 +135,12 @@ class AdaptiveTrees(FixedTrees):
         # Without a proposer no step begins here, and one that only reads prompts decides nothing.
         if is_alone and self._began is not None and self._load.decoding:
             whole, self._began = self._clock() - self._began, None
-            self.budget.whole_step(self._plan, self._load, rows, whole)
-            rest = whole - self._draft_s - seconds
-            self.budget.own.observe(self._num_trees, max(rest, 0.0))
+            prompt_s = self._load.prompt_s if has_prefill else 0.0
+            if has_prefill and not prompt_s:
+                prompt_s = whole  # nobody knows yet: the step tells nothing
+            tokens = self._load.decoding + self._num_accepted
+            self.budget.whole_step(replace(self._load, prompt_s=prompt_s), self._num_trees, tokens, whole)
+            self.budget.own.observe(self._num_trees, max(whole - self._draft_s - seconds, 0.0))
         self._steps += 1
         if self._steps % _EXPORT_STEPS == 1:
             self.budget.export(self._stats)

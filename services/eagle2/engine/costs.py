@@ -225,26 +225,6 @@ class OwnCosts:
         self._num_trees += rate * (trees - self._num_trees)
 
 
-class Forecast:
-    """How far whole steps are from what was expected of them, by kind: whatever costs are made of and left out.
-
-    Kinds of steps whose forecasts are wrong by the same factor compare rightly all the same.
-    """
-
-    def __init__(self) -> None:
-        self._logs: dict[tuple[bool, ...], float] = {}
-        self._steps: dict[tuple[bool, ...], int] = {}
-
-    def factor(self, *kind: bool) -> float:
-        """Measured / expected seconds of such steps; 1 while there was none."""
-        return float(np.exp(self._logs.get(kind, 0.0)))
-
-    def observe(self, expected: float, seconds: float, *kind: bool) -> None:
-        self._steps[kind] = self._steps.get(kind, 0) + 1
-        known = self._logs.get(kind, 0.0)
-        self._logs[kind] = known + _rate(self._steps[kind]) * (_residual(seconds, expected) - known)
-
-
 def _rate(steps: int) -> float:
     """The mean at first, then a moving one."""
     return max(1.0 / steps, _LEVEL_RATE)
