@@ -64,8 +64,8 @@ class SessionStore(Protocol):
         """The sequences that a router has in flight, by replica uid: a lease that ends ``ttl_s`` from now."""
         ...
 
-    async def sessions(self, limit: int = 1000) -> list[SessionEntry]:
-        """Up to ``limit`` sessions, for operators."""
+    async def sessions(self, limit: int = 1000, *, beginning: str = "") -> list[SessionEntry]:
+        """Up to ``limit`` sessions whose names begin so, for operators."""
         ...
 
     async def session(self, name: str) -> SessionEntry | None: ...
@@ -87,3 +87,7 @@ class SessionStore(Protocol):
 
 class StoreError(Exception):
     """The session store cannot be used now. The message is a sentence without keys or passwords."""
+
+
+class StoreTimeoutError(StoreError):
+    """The session store did not answer in time; once alone that may be chance."""
