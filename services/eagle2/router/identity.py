@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import secrets
+
+from eagle2.session.hashing import framed_hash
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
 ANONYMOUS = "anonymous"
@@ -20,16 +21,6 @@ def bearer_key(authorization: str | None) -> str | None:
     """The key of ``Bearer KEY``, None where there is none."""
     scheme, _, key = (authorization or "").strip().partition(" ")
     return key.strip() or None if scheme.lower() == "bearer" else None
-
-
-def framed_hash(*parts: str) -> str:
-    """SHA-256 over the parts, each with its length before it, so that ("ab", "c") is not ("a", "bc")."""
-    digest = hashlib.sha256()
-    for part in parts:
-        data = part.encode("utf-8", "surrogateescape")
-        digest.update(len(data).to_bytes(8, "big"))
-        digest.update(data)
-    return digest.hexdigest()
 
 
 def request_id_of(header: str | None) -> str:

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from eagle2.config import TenantSettings
 from eagle2.errors import ConfigError
-from eagle2.router.identity import bearer_key, framed_hash, tenant_of
+from eagle2.router.identity import bearer_key, tenant_of
+from eagle2.session.hashing import framed_hash
 
 _LOG = logging.getLogger(__name__)
 _TENANT = re.compile(r"[A-Za-z0-9._:@-]{1,128}", re.ASCII)
