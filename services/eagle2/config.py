@@ -174,7 +174,8 @@ class RoutingSettings:
     stream of which nothing comes for ``progress_timeout_s`` goes on elsewhere; one request is tried ``max_attempts``
     times, and retries are at most ``retry_share`` of all requests in the long run, ``retry_burst`` on top. A request
     that was interrupted waits ``failover_wait_s`` for another replica, 0 when there will never be one. A request that
-    has crashed two replicas is refused for ``quarantine_s``.
+    has crashed two replicas is refused for ``quarantine_s``. A stream whose replica is to stop has ``drain_s`` to end
+    there, then it goes on elsewhere; Serve's ``graceful_shutdown_timeout_s`` of the verifiers must be above that.
     """
 
     affinity: Literal["session", "random"] = "session"
@@ -185,11 +186,12 @@ class RoutingSettings:
     retry_burst: int = 64
     failover_wait_s: float = 30.0
     quarantine_s: float = 600.0
+    drain_s: float = 20.0
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "load_bound", "max_attempts")
         _at_least(self, 0.001, "progress_timeout_s", "quarantine_s")
-        _at_least(self, 0, "retry_share", "retry_burst", "failover_wait_s")
+        _at_least(self, 0, "retry_share", "retry_burst", "failover_wait_s", "drain_s")
 
 
 @with_config(_STRICT)

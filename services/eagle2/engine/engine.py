@@ -111,6 +111,7 @@ class Engine:
         self._stopping = False
         self._thread: threading.Thread | None = None
         self.failure: BaseException | None = None
+        self.turns = 0  # only grows, also while idle: whoever sees it stand still for long sees an engine that hangs
         stats.set(metrics.KV_SLOTS_CAPACITY, target.pool.num_slots, side="target")
         self._set_gauges()
 
@@ -191,6 +192,7 @@ class Engine:
 
     def step(self) -> bool:
         """One cycle for the whole batch, or for one half of it. False when there was nothing to do."""
+        self.turns += 1
         self._take_inbox()
         self.departures.end_overdue()
         for victim in self.scheduler.admit():

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 from typing import Any, cast
 
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
-from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
 
-from eagle2.errors import Eagle2Error, UnavailableError
 from eagle2.protocol import Commit, GenerationRequest, ModelDescription
-
-_GONE = (ActorDiedError, ActorUnavailableError, DeploymentUnavailableError, ReplicaUnavailableError)
+from eagle2.router.serve_fleet import translated
 
 
 class ServeVerifier:
@@ -28,35 +23,21 @@ class ServeVerifier:
 
     async def describe(self) -> ModelDescription:
         """Raises ``UnavailableError`` when the verifier goes away meanwhile."""
-        with _translated():
+        with translated():
             return await cast("DeploymentResponse[ModelDescription]", self._handle.describe.remote())
 
     async def stats(self) -> dict[str, float]:
         """Counters of one verifier. Raises ``UnavailableError`` when it goes away meanwhile."""
-        with _translated():
+        with translated():
             return await cast("DeploymentResponse[dict[str, float]]", self._handle.stats.remote())
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Commit]:
         """Stream one generation. Closing this iterator, or cancelling its reader, cancels it on the verifier."""
         response = cast("DeploymentResponseGenerator[Commit]", self._streaming.generate.remote(request))
         try:
-            with _translated():
+            with translated():
                 async for commit in response:
-                    yield commit
+                    if commit.token_ids or commit.text or commit.finish_reason is not None:
+                        yield commit
         finally:
             response.cancel()
-
-
-@contextmanager
-def _translated() -> Iterator[None]:
-    """A lost verifier becomes ``UnavailableError``; what the verifier raised on purpose comes out as it was."""
-    try:
-        yield
-    except _GONE as error:
-        raise UnavailableError("The verifier of this request is gone.") from error
-    except RayTaskError as error:
-        if isinstance(error.cause, Eagle2Error):
-            raise error.cause from None
-        if isinstance(error.cause, _GONE):
-            raise UnavailableError("The verifier of this request is gone.") from error
-        raise

@@ -24,9 +24,22 @@ class TargetVerifier:
 
     def __init__(self, settings: Settings, proposers: DeploymentHandle[Any] | None = None) -> None:
         # Imported here: the build task and the router import this module too, and torch is not wanted there.
-        from eagle2.verifier.start import start_verifier
+        from eagle2.verifier.start import new_incarnation, start_verifier
 
-        self._service = start_verifier(settings, proposers, asyncio.get_running_loop())
+        incarnation = new_incarnation()
+        self._metadata: dict[str, str | int] = {
+            "incarnation": f"{incarnation:x}",
+            "max_sequences": settings.engine.max_sequences,
+        }
+        self._service = start_verifier(settings, proposers, asyncio.get_running_loop(), incarnation)
+
+    def record_replica_metadata(self) -> dict[str, str | int]:
+        """What routers learn without a call: which life this is, and how many sequences it decodes at once."""
+        return self._metadata
+
+    def record_routing_stats(self) -> dict[str, bool]:
+        """What Serve tells routers again and again: whether to leave this replica out."""
+        return {"draining": self._service.is_draining}
 
     async def describe(self) -> ModelDescription:
         return await self._service.describe()
@@ -52,4 +65,10 @@ class TargetVerifier:
             self._service.close()
 
 
-target_verifier = serve.deployment(name="TargetVerifier")(TargetVerifier)
+target_verifier = serve.deployment(
+    name="TargetVerifier",
+    request_router_config={
+        "request_router_class": "eagle2.router.pinning:PinnedRouter",
+        "request_routing_stats_period_s": 1.0,
+    },
+)(TargetVerifier)

@@ -6,16 +6,21 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from eagle2.engine.engine import Engine
-from eagle2.errors import RequestError, UnavailableError
+from eagle2.errors import DrainingError, RequestError, UnavailableError
 from eagle2.models.target import TargetModel
 from eagle2.protocol import Commit, GenerationRequest, ModelDescription
 
 
 class VerifierService:
-    """Implements ``eagle2.protocol.Verifier`` in the process of the engine."""
+    """Implements ``eagle2.protocol.Verifier`` in the process of the engine.
 
-    def __init__(self, engine: Engine, description: ModelDescription) -> None:
+    With ``heartbeat_s``, streams begin with an empty commit once the request is taken, and have another one after so
+    many seconds without a commit, but only if the engine has turned meanwhile: one that hangs shows no sign of life.
+    """
+
+    def __init__(self, engine: Engine, description: ModelDescription, *, heartbeat_s: float | None = None) -> None:
         self._engine, self._description = engine, description
+        self._heartbeat_s = heartbeat_s
         self._draining = False
         self._open_streams = 0
         self._idle = asyncio.Event()
@@ -48,9 +53,19 @@ class VerifierService:
         sequence = self._engine.submit(request, sink)
         self._open_streams += 1
         self._idle.clear()
+        turns = self._engine.turns
         try:
+            if self._heartbeat_s is not None:
+                yield Commit((), "")
             while True:
-                commit = await items.get()
+                try:
+                    async with asyncio.timeout(self._heartbeat_s):
+                        commit = await items.get()
+                except TimeoutError:
+                    if self._engine.turns != turns:
+                        turns = self._engine.turns
+                        yield Commit((), "")
+                    continue
                 yield commit
                 if commit.finish_reason is not None:
                     return
@@ -65,9 +80,18 @@ class VerifierService:
         if self._engine.failure is not None:
             raise UnavailableError(f"The engine has failed: {self._engine.failure}") from self._engine.failure
 
+    @property
+    def is_draining(self) -> bool:
+        """Whether new requests are refused, with ``DrainingError``."""
+        return self._draining
+
+    def begin_drain(self) -> None:
+        """Take no new requests from now on; those that run go on."""
+        self._draining = True
+
     async def drain(self) -> None:
         """Take no new requests and wait for the running ones."""
-        self._draining = True
+        self.begin_drain()
         await self._idle.wait()
 
     def close(self) -> None:
@@ -76,7 +100,7 @@ class VerifierService:
     def _check(self, request: GenerationRequest) -> None:
         self.check_health()
         if self._draining:
-            raise UnavailableError("This verifier is shutting down.")
+            raise DrainingError("This verifier is shutting down.")
         length, limit = len(request.prompt_ids), self._description.max_model_len
         if length == 0:
             raise RequestError("The prompt has no tokens.", param="prompt")

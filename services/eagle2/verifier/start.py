@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
 
+_HEARTBEAT_S = 1.0
+
+
 def start_verifier(
-    settings: Settings, proposers: DeploymentHandle[Any] | None, loop: asyncio.AbstractEventLoop
+    settings: Settings, proposers: DeploymentHandle[Any] | None, loop: asyncio.AbstractEventLoop, incarnation: int
 ) -> VerifierService:
     """A verifier whose proposer is a deployment of its own, leased on the same node. ``loop``: the replica's."""
     checkpoint = load_checkpoint(settings.model)
-    incarnation = new_incarnation()
     connect = None
     if proposers is not None:
         from eagle2.verifier.pairing import NodePairing
@@ -36,7 +38,7 @@ def start_verifier(
             wait_s=settings.pair.pair_wait_s,
         ).connect
     engine = build_engine(settings, checkpoint, connect, incarnation)
-    return VerifierService(engine, describe(settings, checkpoint))
+    return VerifierService(engine, describe(settings, checkpoint), heartbeat_s=_HEARTBEAT_S)
 
 
 def start_in_one_process(settings: Settings) -> VerifierService:
