@@ -19,7 +19,8 @@ from eagle2.engine.draft import DraftRunner
 from eagle2.errors import ConfigError, ModelError
 from eagle2.models.draft_vocabulary import TABLE_NAME, DraftVocabulary
 from eagle2.proposer.start import start_proposer
-from eagle2.speculative.draft import TreeShape
+from eagle2.speculative.draft import DraftNetwork, TreeShape, draft_trees
+from eagle2.speculative.tree import Tree
 from eagle2.transport.base import DraftHandler
 from eagle2.transport.messages import DraftEntry, DraftReply, DraftStatus, DraftStep, DraftTree
 from eagle2.transport.node import NodeLink
@@ -110,13 +111,12 @@ def test_the_best_of_a_subset_and_their_confidence_within_it() -> None:
 
 def _level_one_logits(runner: DraftRunner) -> Tensor:
     seen: list[Tensor] = []
-    inner = runner.model.logits
 
-    def spy(features: Tensor) -> Tensor:
-        seen.append(inner(features))
-        return seen[-1]
+    def watched(network: DraftNetwork, features: Tensor, logits: Tensor, roots: Tensor, shape: TreeShape) -> Tree:
+        seen.append(logits)
+        return draft_trees(network, features, logits, roots, shape)
 
-    runner.model.logits = spy  # type: ignore[method-assign]
+    runner.policy = watched
     tree_of(runner, depth=1)
     return seen[0][0]
 

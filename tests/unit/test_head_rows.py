@@ -246,10 +246,9 @@ def test_numbers_that_are_none_are_found_by_nobody() -> None:
     assert asked(runner, broken)[0].status is DraftStatus.NON_FINITE
     assert held(runner, [5, 6, 7, 8]) == 0
     assert held(runner, SYSTEM) == len(SYSTEM) - 1, "a feature that was refused has spoilt nothing"
-    forward = runner._head.forward
-    runner._head.forward = lambda rows, features: forward(rows, features) * float("inf")  # type: ignore[method-assign]
-    assert asked(runner, entry_of(3, [5, 6, 7, 8]))[0].status is DraftStatus.NON_FINITE
-    runner._head.forward = forward  # type: ignore[method-assign]
+    overflowing = entry_of(3, [5, 6, 7, 8])
+    overflowing.features.fill_(3e38)  # finite, but the head's sums of them are not
+    assert asked(runner, overflowing)[0].status is DraftStatus.NON_FINITE
     assert held(runner, [5, 6, 7, 8]) == held(runner, SYSTEM) == 0, "what the head itself made may all be wrong"
 
 

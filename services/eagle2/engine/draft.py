@@ -150,15 +150,10 @@ class DraftRunner:
     def _draft(self, builder: RowsBuilder, taken: list[_Taken], shape: TreeShape, trees: dict[int, DraftTree]) -> None:
         """One forward of all new rows, then the trees of those that asked for one; fills ``trees`` by place."""
         features = torch.cat([item.features for item in taken])
-        outputs = self._head.forward(builder.build(), features)
-        last = outputs[on_device(torch.tensor([item.last_row for item in taken]), self._head.device)]
-        if self._expansion is not None:
-            sound = self._grow_on_device(self._expansion, last, taken, shape, trees)
+        if self._expansion is None and self.policy is draft_trees and self._head.can_grow(shape):
+            sound = self._grow_at_once(builder, features, taken, shape, trees)
         else:
-            sound = last.isfinite().all(dim=1).tolist()
-            drafting = [i for i, item in enumerate(taken) if item.entry.draft and sound[i]]
-            if drafting:
-                self._grow(last[drafting], [taken[i] for i in drafting], shape, trees)
+            sound = self._grow_after(builder, features, taken, shape, trees)
         for i, item in enumerate(taken):
             if sound[i]:
                 self._rows.share(item.entry.sequence, has_tree=item.entry.draft)
@@ -169,6 +164,33 @@ class DraftRunner:
                 self._rows.truncate(item.entry.sequence, item.entry.base)
                 self._rows.forget()
                 trees[item.place] = self._reply(item.entry, DraftStatus.NON_FINITE)
+
+    def _grow_at_once(
+        self, builder: RowsBuilder, features: Tensor, taken: list[_Taken], shape: TreeShape, trees: dict[int, DraftTree]
+    ) -> list[bool]:
+        """The forward and the trees in one call; whether outputs were made of numbers, for all that were taken."""
+        drafting = [i for i, item in enumerate(taken) if item.entry.draft]
+        ends = [item.last_row for item in taken]
+        grown = self._head.grow(builder.build(), features, ends, drafting, shape)
+        nodes = zip(grown.tokens.unbind(), grown.parents.unbind(), grown.scores.unbind(), strict=True)
+        for i, one in zip(drafting, nodes, strict=True):
+            trees[taken[i].place] = self._reply(taken[i].entry, DraftStatus.OK, *one)
+        return grown.is_sound
+
+    def _grow_after(
+        self, builder: RowsBuilder, features: Tensor, taken: list[_Taken], shape: TreeShape, trees: dict[int, DraftTree]
+    ) -> list[bool]:
+        """As ``_grow_at_once``, operator by operator, level after level."""
+        outputs = self._head.forward(builder.build(), features)
+        last = outputs[on_device(torch.tensor([item.last_row for item in taken]), self._head.device)]
+        if self._expansion is not None:
+            sound = self._grow_on_device(self._expansion, last, taken, shape, trees)
+        else:
+            sound = last.isfinite().all(dim=1).tolist()
+            drafting = [i for i, item in enumerate(taken) if item.entry.draft and sound[i]]
+            if drafting:
+                self._grow(last[drafting], [taken[i] for i in drafting], shape, trees)
+        return sound
 
     def _grow(self, last: Tensor, items: list[_Taken], shape: TreeShape, trees: dict[int, DraftTree]) -> None:
         """Trees from the outputs (B, H) at each sequence's last row."""

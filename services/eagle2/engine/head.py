@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,6 +15,9 @@ from eagle2.kv_cache.slots import SlotPool, Slots
 from eagle2.models.draft import DraftModel
 from eagle2.models.rows import Rows
 from eagle2.speculative.draft import TreeShape
+
+if TYPE_CHECKING:
+    from eagle2.models.grower import Grown
 
 
 class HeadRunner:
@@ -34,6 +38,8 @@ class HeadRunner:
     ) -> None:
         self._vocab_size = vocab_size or model.config.vocab_size
         assert model.token_ids is None or int(model.token_ids.max()) < self._vocab_size, "ids that cannot come out"
+        columns = model.config.vocab_size if model.token_ids is None else len(model.token_ids)
+        self._num_columns = min(columns, self._vocab_size)
         self.model = model
         self.pool = SlotPool(num_slots)
         self._kv = model.new_pool(num_slots)
@@ -61,6 +67,26 @@ class HeadRunner:
     def compute(self, rows: Rows, features: Tensor) -> Tensor:
         """As ``forward``, launch by launch, of rows and features that are on the device."""
         return self.model.forward(rows, features, self._kv)
+
+    def can_grow(self, shape: TreeShape) -> bool:
+        """Whether ``grow`` is there, for trees of this shape."""
+        # A K above what may be drafted takes columns along that can never come out.
+        return self.model.grower is not None and shape.top_k <= self._num_columns
+
+    def grow(
+        self, rows: Rows, features: Tensor, ends: Sequence[int], drafting: Sequence[int], shape: TreeShape
+    ) -> Grown:
+        """The forward of new rows, spans of A sequences, and trees for those at ``drafting`` among them, at once.
+
+        ends (A,): the last row of each sequence. ``can_grow`` must have said yes.
+        """
+        assert self.model.grower is not None
+        own = beam_slots(shape)
+        beams = self.pool.allocate(len(drafting) * own).reshape(len(drafting), own)
+        try:
+            return self.model.grower.grow(rows, features, self._kv, ends, drafting, beams, shape, self._num_columns)
+        finally:
+            self.pool.release(beams.reshape(-1))
 
     def _compute_recorded(self, rows: Rows, features: Tensor | None) -> Tensor:
         assert features is not None

@@ -67,7 +67,7 @@ class RowLayout:
         self.tables, self.lengths = rows.tables.numpy(), rows.lengths.numpy()
         self.paths, self.path_lengths = rows.paths.numpy(), rows.path_lengths.numpy()
         self.positions = int(self.lengths.sum() + self.path_lengths.sum())
-        self.tasks = _tasks(rows.starts.numpy(), threads)
+        self.tasks = row_tasks(rows.starts.numpy(), threads)
 
     def attend(self, qkv: Tensor, cos: Tensor, sin: Tensor, pool: KVPool, layer: int, heads: int) -> Tensor:
         """Write the rows' keys and values, then attend. qkv (T', (heads + 2 kv) D) -> (T', heads * D)."""
@@ -124,7 +124,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
 
 
-def _tasks(starts: Array, threads: int) -> Array:
+def row_tasks(starts: Array, threads: int) -> Array:
     """(X, 3) int32: sequence, first row, end row. Small batches are cut finer, so that all threads have work."""
     sequences = len(starts) - 1
     tasks = []
@@ -132,7 +132,7 @@ def _tasks(starts: Array, threads: int) -> Array:
         begin, end = int(starts[sequence]), int(starts[sequence + 1])
         size = _ROWS_PER_TASK if sequences >= threads else min(_ROWS_PER_TASK, max(1, -(-(end - begin) // threads)))
         tasks += [(sequence, row, min(row + size, end)) for row in range(begin, end, size)]
-    return np.array(tasks, dtype=np.int32)
+    return np.array(tasks, dtype=np.int32).reshape(-1, 3)
 
 
 def _visible_slots(rows: Rows) -> tuple[Tensor, Tensor]:

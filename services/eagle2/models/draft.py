@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -11,6 +13,9 @@ from eagle2.models.attention import KVPool, RowLayout
 from eagle2.models.fused import fused_layers, row_linear, stack_tiles
 from eagle2.models.layers import DecoderLayer, RotaryTable, Weights, common_tiles, padded_rows
 from eagle2.models.rows import Rows
+
+if TYPE_CHECKING:
+    from eagle2.models.grower import TreeGrower
 
 
 class DraftModel:
@@ -47,6 +52,19 @@ class DraftModel:
         )
         linears = () if self._layer is None else self._layer.linears
         self._tiles = stack_tiles(self._stack) or common_tiles((self._fuse, *linears))
+        self.grower = self._new_grower()
+
+    def _new_grower(self) -> TreeGrower | None:
+        """The whole draft as one kernel; None where this device or these sizes do not suit it."""
+        if self._stack is None:
+            return None
+        from eagle2.models.grower import TreeGrower  # Numba may be absent where a GPU does the work
+        from eagle2.models.stack import BlockLinear
+
+        fuse, head = self._fuse, self._head
+        if not (isinstance(fuse, BlockLinear) and isinstance(head, BlockLinear)):
+            return None
+        return TreeGrower(self._embedding, fuse, self._stack, head, self._rotary, self.token_ids, self.config)
 
     def new_pool(self, slots: int) -> KVPool:
         config = self.config

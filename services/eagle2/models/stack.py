@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eagle2.models import stack_kernel
-from eagle2.models.attention import KVPool, RowLayout, as_array
+from eagle2.models.attention import Array, KVPool, RowLayout, as_array
 from eagle2.models.kernel_threads import kernel_lock, kernel_threads
 from eagle2.models.layers import LayerShape, Weights
 from eagle2.models.products import COLUMNS, STEP, TILE_ROWS, has_matrix_tiles, packed
@@ -45,6 +45,15 @@ class BlockLinear:
         if bias is not None:
             biases[: self._outputs] = bias
         self._biases = biases.numpy()
+
+    @property
+    def num_outputs(self) -> int:
+        return self._outputs
+
+    @property
+    def arrays(self) -> tuple[Array, Array]:
+        """Packed weights and biases, as the kernels take them."""
+        return self._weights, self._biases
 
     @staticmethod
     def fits(weight: Tensor) -> bool:
@@ -116,6 +125,11 @@ class LayerStack:
         self._norms = as_array(torch.stack(norms))
         heads = torch.stack(head_norms) if head_norms else torch.empty(0, 2, self._dim, dtype=self._dtype)
         self._head_norms = as_array(heads)
+
+    @property
+    def arrays(self) -> tuple[Array, Array, Array, Array, np.float32, bool]:
+        """Packed weights, biases, norms, head norms, epsilon and whether input norms are there, as in ``run_stack``."""
+        return self._weights, self._biases, self._norms, self._head_norms, self._eps, self._has_input_norm
 
     @staticmethod
     def fits(weights: Weights, prefix: str, shape: LayerShape) -> bool:
