@@ -267,6 +267,7 @@ async def test_a_wait_that_would_be_too_long_is_refused_at_once_and_only_to_who_
     assert house.refusals("expected_wait") == 1
     assert house.recorder.get(metrics.QUEUED_WORK_SECONDS) == 140
     assert house.recorder.get(metrics.IN_FLIGHT_WORK_SECONDS) == 140
+    assert house.admission.autoscaling_stats() == {"in_flight": 2, "queued_seconds": 140}
     other = house.come("of another tenant", "b")
     await settle()
     assert not other.done()

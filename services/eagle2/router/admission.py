@@ -7,6 +7,7 @@ import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+from eagle2.autoscaling.policy import IN_FLIGHT, QUEUED_SECONDS
 from eagle2.config import AdmissionSettings
 from eagle2.errors import OverloadedError, UnavailableError
 from eagle2.protocol.generation import Priority, Usage
@@ -147,12 +148,16 @@ class Admission:
         return self._seconds(self._room.work_ahead("", "interactive"))
 
     def queued_seconds(self) -> float:
-        """How long one place of the fleet would be busy with everything that waits: what autoscaling feeds on."""
+        """How long one place of the fleet would be busy with everything that waits."""
         return self._work.seconds(self._room.work)
 
     def in_flight_seconds(self) -> float:
         """The same for what is admitted, by its estimates."""
         return self._work.seconds(self._held_work)
+
+    def autoscaling_stats(self) -> dict[str, float]:
+        """What Serve's autoscaling policy is told (``eagle2.autoscaling.policy``)."""
+        return {IN_FLIGHT: float(self._held), QUEUED_SECONDS: self.queued_seconds()}
 
     # Waiting
 
