@@ -195,6 +195,7 @@ def test_logits_that_are_no_numbers_end_only_that_request(expected: list[list[in
     logits = kit.target.logits
     broken = 2
     kit.target.logits = lambda *rows: _with_nan_row(logits(*rows), broken)  # type: ignore[method-assign]
+    kit.target.best_of = lambda *rows: kit.target.best(kit.target.logits(*rows))  # type: ignore[method-assign]
     answers = [kit.submit(one) for one in REQUESTS]
     kit.run()
     assert answers[broken].finish_reason == "error"

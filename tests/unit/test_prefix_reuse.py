@@ -318,13 +318,13 @@ def test_numbers_that_are_none_are_not_kept() -> None:
     kit = EngineKit(None)
     asked = request(SYSTEM, max_tokens=8)
     expected = kit.answer(asked)
-    logits = kit.target.logits
-    kit.target.logits = lambda features, *rows: logits(features, *rows) * float("nan")  # type: ignore[method-assign]
+    best_of = kit.target.best_of
+    kit.target.best_of = lambda *rows: torch.full_like(best_of(*rows), -1)  # type: ignore[method-assign]
     broken = kit.submit(request(SYSTEM + "x", max_tokens=8))
     kit.run()
     assert broken.finish_reason == "error"
     kit.check_idle()
-    kit.target.logits = logits  # type: ignore[method-assign]
+    kit.target.best_of = best_of  # type: ignore[method-assign]
     again = kit.answer(asked)
     assert again.usage.cached_tokens == 0
     assert outcome(again) == outcome(expected)

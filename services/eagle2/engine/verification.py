@@ -25,6 +25,7 @@ from eagle2.telemetry import metrics
 from eagle2.telemetry.recorder import Recorder
 
 _ACCEPTANCE_WINDOW = 100  # trees
+_NO_LOGITS = torch.empty(0, 0)  # of a step whose tokens are all the best ones
 
 
 class Verification:
@@ -74,8 +75,12 @@ class Verification:
             self._stats.add(metrics.PREFILL_TOKENS, count)
             self._reuse.keep(sequence)
         if wanted:
-            logits = self._target.logits(features, wanted)
-            argmax = self._target.best(logits)
+            asked = [*(item.sequence for item in decoding), *starting]
+            if all(sequence.rule.is_plain_greedy for sequence in asked):
+                logits, argmax = _NO_LOGITS, self._target.best_of(features, wanted)
+            else:
+                logits = self._target.logits(features, wanted)
+                argmax = self._target.best(logits)
             if trees is not None:
                 self._accept(decoding, trees, logits, argmax)
             num_nodes = len(wanted) - len(starting)
@@ -85,7 +90,8 @@ class Verification:
         self._stats.add(metrics.VERIFY_SECONDS, seconds)
 
     def _accept(self, decoding: list[Decoding], trees: Forest, logits: Tensor, argmax: Tensor) -> None:
-        """trees: those of ``decoding``. logits (T, V) and the best tokens (T,): of all their nodes first."""
+        """trees: those of ``decoding``. logits (T, V), none where nothing is sampled, and the best tokens (T,): of
+        all their nodes first."""
         starts = trees.starts
         rows, best = starts.tolist(), argmax.tolist()
         sampled = [not item.sequence.rule.is_plain_greedy for item in decoding]
