@@ -10,6 +10,7 @@ from typing import Any
 from eagle2.errors import RequestError, UnavailableError
 from eagle2.protocol import ModelDescription, Verifier
 from eagle2.router.parameters import check_prompt_ids, check_prompt_length
+from eagle2.router.prompt_length import refuse_long_text
 from eagle2.router.schemas import ChatBody, CompletionBody
 from eagle2.router.settings import RouterSettings
 from eagle2.text.chat import ChatTemplate
@@ -54,18 +55,21 @@ class ServedModel:
         Raises RequestError for one that is too long or empty, or has ids outside the vocabulary.
         """
         if isinstance(body, ChatBody):
-            ids = self._chat_ids(body)
             param = "messages"
+            ids = self._chat_ids(body, max_tokens)
         else:
             prompt, param = body.prompt, "prompt"
             if prompt == "":  # a start token alone is no prompt
                 check_prompt_ids((), self.description.vocab_size, param)
-            ids = tuple(self.tokenizer.encode(prompt, add_special_tokens=True)) if isinstance(prompt, str) else prompt
+            if isinstance(prompt, str):
+                refuse_long_text(self.tokenizer, prompt, max_tokens, param)
+                prompt = tuple(self.tokenizer.encode(prompt, add_special_tokens=True))
+            ids = prompt
         check_prompt_length(len(ids), max_tokens, param)
         check_prompt_ids(ids, self.description.vocab_size, param)
         return ids
 
-    def _chat_ids(self, body: ChatBody) -> tuple[int, ...]:
+    def _chat_ids(self, body: ChatBody, max_tokens: int) -> tuple[int, ...]:
         if self.template is None:
             raise RequestError(
                 f"The model {self.name!r} has no chat template; ask /v1/completions instead.",
@@ -74,6 +78,7 @@ class ServedModel:
             )
         # The template writes the start token itself.
         rendered = self.template.render([_rendered(message) for message in body.messages], add_generation_prompt=True)
+        refuse_long_text(self.tokenizer, rendered, max_tokens, "messages")
         return tuple(self.tokenizer.encode(rendered, add_special_tokens=False))
 
 
