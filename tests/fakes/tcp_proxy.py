@@ -23,6 +23,10 @@ class TcpProxy:
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
     async def __aenter__(self) -> TcpProxy:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         self.port = self._server.sockets[0].getsockname()[1]
@@ -33,10 +37,9 @@ class TcpProxy:
     ) -> None:
         assert self._server is not None
         self._server.close()
-        self.cut()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        while self._tasks:
+            self.cut()
+            await asyncio.wait(self._tasks, timeout=0.1)
 
     def cut(self) -> None:
         """Reset all connections there are."""

@@ -21,7 +21,14 @@ from eagle2.session.store import StoreError, StoreTimeoutError
 MAX_CONNECTIONS = 16
 _SENTINEL_PORT = 26379
 _SENTINEL_OPTIONS = ("max_connections", "sentinel_username", "sentinel_password")
-_CODE = re.compile(r"[A-Z]{2,}")
+# The client takes the code out of the errors that it knows.
+_CODES = {
+    exceptions.ReadOnlyError: "READONLY",
+    exceptions.OutOfMemoryError: "OOM",
+    exceptions.AuthenticationError: "WRONGPASS or NOAUTH",
+    exceptions.NoPermissionError: "NOPERM",
+}
+_CODE = re.compile(r"[A-Z]{2,}\b")
 T = TypeVar("T")
 
 
@@ -63,16 +70,12 @@ class RedisConnection:
         except (TimeoutError, exceptions.TimeoutError):
             raise StoreTimeoutError(f"{self.address} did not answer within {self._timeout_s:g} s.") from None
         except (exceptions.AuthenticationError, exceptions.ResponseError) as error:
-            # What the server says may name a key or a user; its first word is a code.
-            code = _CODE.match(str(error))
-            answer = code.group() if code else type(error).__name__
-            if "READONLY" in str(error):
+            if isinstance(error, exceptions.ReadOnlyError):
                 # The primary of yesterday: names and Sentinels know the one of today, when they are asked anew.
-                answer = "READONLY"
                 with suppress(Exception):
                     async with asyncio.timeout(self._timeout_s):
                         await self._pool.disconnect(inuse_connections=False)
-            raise StoreError(f"{self.address} refused with {answer}.") from None
+            raise StoreError(f"{self.address} refused with {_code(error)}.") from None
         except exceptions.ConnectionError as error:
             found_none = type(error).__name__ == "MasterNotFoundError"
             raise StoreError(f"{self.address} {'has no primary' if found_none else 'cannot be reached'}.") from None
@@ -145,6 +148,15 @@ class RedisConnection:
             **ssl,
         )
         return f"Redis {service} behind {', '.join(f'{host}:{port}' for host, port in sentinels)}", pool
+
+
+def _code(error: Exception) -> str:
+    """What a server answered, without its words: they may name a key or a user."""
+    for kind, code in _CODES.items():
+        if isinstance(error, kind):
+            return code
+    found = _CODE.match(str(error))
+    return found.group() if found else type(error).__name__
 
 
 def _at_least_one(max_connections: int) -> int:
