@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
+
+from eagle2.config import SessionSettings
+from eagle2.session.store import StoreError
+
+if TYPE_CHECKING:
+    from eagle2.session.connection import RedisConnection
 
 PERIOD_S = 60.0
-_KEY_PREFIX = "eagle2:quota:v1:"
+_KEY_PREFIX = "{eagle2:1}:quota:"  # as the session store has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +33,7 @@ class Buckets(Protocol):
 
     async def take(self, name: str, cost: float, per_minute: int, *, debt: bool = False) -> Level:
         """Take ``cost`` if there is as much, or if the bucket is full: a request larger than a whole bucket is served
-        once nothing else was for a minute. ``debt`` takes it in any case."""
+        once nothing else was for a minute. ``debt`` takes it in any case. Ends in bounded time, with any error."""
         ...
 
 
@@ -73,16 +78,27 @@ return {granted and 1 or 0, string.format('%.6f', left)}
 
 
 class RedisBuckets:
-    """The buckets that all routers share. Raises what the client raises, and ``ValueError`` for a senseless answer."""
+    """The buckets that all routers share. Raises ``StoreError``, in the time that the connection allows."""
 
-    def __init__(self, client: Any) -> None:
-        """``client`` is a ``redis.asyncio.Redis`` or looks like one."""
-        self._take = client.register_script(_TAKE)
+    def __init__(self, connection: RedisConnection) -> None:
+        self._connection = connection
+        self._script = connection.redis.register_script(_TAKE)
 
     async def take(self, name: str, cost: float, per_minute: int, *, debt: bool = False) -> Level:
-        answer = await self._take(keys=[_KEY_PREFIX + name], args=[per_minute, PERIOD_S, cost, int(debt)])
-        granted, left = answer
-        level = Level(bool(int(granted)), float(left))
-        if not math.isfinite(level.left):
-            raise ValueError(f"A bucket cannot hold {level.left}.")
-        return level
+        keys, args = [_KEY_PREFIX + name], [per_minute, PERIOD_S, cost, int(debt)]
+        answer = await self._connection.run(lambda: self._script(keys=keys, args=args))
+        try:
+            granted, left = answer
+            return Level(bool(int(granted)), float(left))
+        except (TypeError, ValueError):
+            raise StoreError(f"{self._connection.address} answered with nonsense.") from None
+
+
+def shared_buckets(settings: SessionSettings) -> Buckets | None:
+    """Buckets in the Redis of the session store; None where sessions are kept in memory. Nothing is connected yet."""
+    if settings.store.startswith("memory://"):
+        return None
+    # Routers with a store in memory need no client for Redis.
+    from eagle2.session.connection import RedisConnection
+
+    return RedisBuckets(RedisConnection(settings.store, timeout_s=settings.timeout_s))

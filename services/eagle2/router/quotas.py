@@ -21,8 +21,8 @@ _LOG = logging.getLogger(__name__)
 class Quotas:
     """Holds callers to their limits, in ``shared`` buckets where there are some, else in those of this process.
 
-    ``shared`` has ``timeout_s`` to answer. When it does not or fails, this process counts alone for ``retry_s``, from
-    full buckets on: no request fails for it. ``clock`` is monotonic, in seconds.
+    When ``shared`` fails, this process counts alone for ``retry_s``, from full buckets on: no request fails for it.
+    ``clock`` is monotonic, in seconds.
     """
 
     def __init__(
@@ -30,14 +30,12 @@ class Quotas:
         recorder: Recorder,
         shared: Buckets | None = None,
         *,
-        timeout_s: float = 0.1,
         retry_s: float = 2.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._recorder = recorder
         self._shared = shared
         self._local = LocalBuckets(clock)
-        self._timeout_s = timeout_s
         self._retry_s = retry_s
         self._clock = clock
         self._shared_from = -math.inf
@@ -95,8 +93,7 @@ class Quotas:
     async def _level(self, name: str, cost: int, limit: int, *, debt: bool = False) -> Level:
         if self._shared is not None and self._clock() >= self._shared_from:
             try:
-                async with asyncio.timeout(self._timeout_s):
-                    return await self._shared.take(name, cost, limit, debt=debt)
+                return await self._shared.take(name, cost, limit, debt=debt)
             except Exception as error:
                 self._shared_from = self._clock() + self._retry_s
                 self._recorder.add(metrics.QUOTA_FALLBACKS)
@@ -142,10 +139,13 @@ def rate_headers(kind: str, limit: int, left: float) -> dict[str, str]:
 
 def _duration(seconds: float) -> str:
     """Seconds as ``250ms``, ``1.5s`` or ``6m0s``."""
-    if seconds < 1:
-        return f"{math.ceil(seconds * 1000)}ms"
-    minutes, rest = divmod(seconds, 60)
-    return f"{minutes:.0f}m{math.ceil(rest)}s" if minutes else f"{math.ceil(rest * 10) / 10:g}s"
+    ms = math.ceil(round(seconds * 1000, 3))
+    if ms < 1000:
+        return f"{ms}ms"
+    if ms < 60_000:
+        return f"{math.ceil(ms / 100) / 10:g}s"
+    minutes, rest = divmod(math.ceil(ms / 1000), 60)
+    return f"{minutes}m{rest}s"
 
 
 def _name(caller: Caller, kind: str) -> str:
