@@ -10,6 +10,7 @@ import pytest
 from eagle2.engine.draft import DraftRunner
 from eagle2.router.api import create_app
 from eagle2.router.settings import RouterSettings
+from eagle2.router.single_fleet import SingleFleet
 from eagle2.verifier.service import VerifierService
 from fakes.engines import EngineKit, draft_head
 from fakes.server import serving
@@ -31,6 +32,6 @@ def stack() -> Iterator[Stack]:
     handler = draft_head()
     kit = EngineKit(handler)
     service = VerifierService(kit.engine, describe())
-    with serving(create_app(service, RouterSettings())) as url:
+    with serving(create_app(SingleFleet(service, 256), RouterSettings())) as url:
         yield Stack(url, kit, handler)
     service.close()

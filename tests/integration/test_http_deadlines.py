@@ -13,6 +13,7 @@ import pytest
 
 from eagle2.router.api import create_app
 from eagle2.router.settings import RouterSettings
+from eagle2.router.single_fleet import SingleFleet
 from eagle2.telemetry import metrics
 from eagle2.verifier.service import VerifierService
 from fakes.engines import EngineKit, draft_head
@@ -27,7 +28,7 @@ SHORT = {**LONG, "max_tokens": 4}
 def stack() -> Iterator[tuple[str, EngineKit]]:
     kit = EngineKit(draft_head(), max_sequences=1)
     service = VerifierService(kit.engine, describe())
-    with serving(create_app(service, RouterSettings())) as url:
+    with serving(create_app(SingleFleet(service, 256), RouterSettings())) as url:
         yield url, kit
     service.close()
 

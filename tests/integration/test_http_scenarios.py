@@ -16,6 +16,7 @@ import pytest
 
 from eagle2.router.api import create_app
 from eagle2.router.settings import RouterSettings
+from eagle2.router.single_fleet import SingleFleet
 from eagle2.speculative.draft import TreeShape
 from eagle2.telemetry import metrics
 from eagle2.verifier.service import VerifierService
@@ -249,7 +250,7 @@ async def test_b06_an_end_of_text_at_index_2_of_a_block_of_six() -> None:
     handler = OracleHandler(lambda context: whole[len(context) - start :], incarnation=INCARNATION)
     kit = EngineKit(handler, shape=TreeShape(6, 1, 7))
     service = VerifierService(kit.engine, describe())
-    with serving(create_app(service, RouterSettings())) as url:
+    with serving(create_app(SingleFleet(service, 256), RouterSettings())) as url:
         async with httpx.AsyncClient(base_url=url, timeout=120) as client:
             first = await complete(client, prompt, session_id="s1", max_tokens=60, temperature=1, seed=seed)
             ids, text = first["choices"][0]["token_ids"], first["choices"][0]["text"]

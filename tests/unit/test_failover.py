@@ -21,6 +21,7 @@ from eagle2.router.answer import Answer
 from eagle2.router.destinations import Route
 from eagle2.router.failures import GenerationError
 from eagle2.router.single_fleet import SingleFleet
+from eagle2.session.session import Session
 from eagle2.telemetry import metrics
 from fakes.fleet import Decoder, FakeFleet, fleet_request, undisturbed
 from fakes.routing import FakeRouter, Received
@@ -48,7 +49,7 @@ def at(tokens: int, deed: Callable[[], None]) -> Callable[[Received], None]:
     return look
 
 
-ROUTE = Route("s")
+ROUTE = Route(Session("s"))
 
 
 @pytest.mark.parametrize("fault", ["kill", "hang", "drain", "restart"])
@@ -346,6 +347,19 @@ def test_whatever_happens_every_finished_answer_is_the_undisturbed_one(seed: int
     asyncio.run(_storm(random.Random(seed)))
 
 
+def _harm(fleet: FakeFleet, uid: str, draw: random.Random) -> None:
+    if fleet.at(uid).state != "up":
+        fleet.start(uid)
+        return
+    deeds: list[Callable[[], Any]] = [
+        lambda: fleet.kill(uid, noticed=draw.random() < 0.5),
+        lambda: fleet.hang(uid),
+        lambda: fleet.drain(uid, move=draw.random() < 0.5),
+        lambda: fleet.restart(uid),
+    ]
+    draw.choice(deeds)()
+
+
 async def _storm(draw: random.Random) -> None:
     fleet = FakeFleet(4, pace_s=0.001, seed=draw.randrange(1 << 30))
     router = FakeRouter(
@@ -365,25 +379,13 @@ async def _storm(draw: random.Random) -> None:
     async def trouble() -> None:
         while True:
             await asyncio.sleep(draw.uniform(0.005, 0.03))
-            uid = f"r{draw.randrange(4)}"
-            life = fleet.at(uid)
-            if life.state != "up":
-                fleet.start(uid)
-            else:
-                draw.choice(
-                    [
-                        lambda: fleet.kill(uid, noticed=draw.random() < 0.5),
-                        lambda: fleet.hang(uid),
-                        lambda: fleet.drain(uid, move=draw.random() < 0.5),
-                        lambda: fleet.restart(uid),
-                    ]
-                )()
+            _harm(fleet, f"r{draw.randrange(4)}", draw)
 
     troubling = asyncio.create_task(trouble())
     try:
         async with asyncio.timeout(60):
             results = await asyncio.gather(
-                *(router.answer(r, Route(f"s{n % 5}")) for n, r in enumerate(requests)), return_exceptions=True
+                *(router.answer(r, Route(Session(f"s{n % 5}"))) for n, r in enumerate(requests)), return_exceptions=True
             )
     finally:
         troubling.cancel()

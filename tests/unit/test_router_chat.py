@@ -16,6 +16,7 @@ import pytest
 from eagle2.errors import RequestError, UnavailableError
 from eagle2.router.api import create_app
 from eagle2.router.settings import RouterSettings
+from eagle2.router.single_fleet import SingleFleet
 from fakes.server import serving
 from fakes.verifier import CountingVerifier, ForcedVerifier, describe
 
@@ -26,7 +27,9 @@ BOTH = [("/v1/chat/completions", CHAT), ("/v1/completions", PROMPT)]
 
 
 def client_of(verifier: Any, settings: RouterSettings | None = None) -> httpx.AsyncClient:
-    app = create_app(verifier, settings or RouterSettings(), draw_seed=lambda: 77, clock=lambda: 1000.0)
+    app = create_app(
+        SingleFleet(verifier, 256), settings or RouterSettings(), draw_seed=lambda: 77, clock=lambda: 1000.0
+    )
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router")
 
 
@@ -51,7 +54,7 @@ def text_of(chunk: Any) -> str:
 @pytest.fixture(scope="module")
 def hostile() -> Iterator[str]:
     texts = [HOSTILE[:3], HOSTILE[3:7], HOSTILE[7:]]
-    with serving(create_app(ForcedVerifier(texts), RouterSettings())) as url:
+    with serving(create_app(SingleFleet(ForcedVerifier(texts), 256), RouterSettings())) as url:
         yield url
 
 
@@ -225,8 +228,9 @@ async def test_a_deadline_that_passed_is_a_504_or_an_event() -> None:
 async def test_an_iterator_that_just_ends_is_an_error() -> None:
     async with client_of(ForcedVerifier([])) as client:
         response = await client.post("/v1/completions", json=PROMPT)
-    assert response.status_code == 500
-    assert response.json()["error"]["code"] == "generation_failed"
+    assert response.status_code == 503
+    error = response.json()["error"]
+    assert (error["code"], error["message"]) == ("unavailable", "The generation ended without saying why.")
 
 
 async def test_normal_ends_abort_nothing() -> None:

@@ -21,6 +21,7 @@ from eagle2.errors import RequestError
 from eagle2.router.api import create_app
 from eagle2.router.body import read_body
 from eagle2.router.settings import RouterSettings
+from eagle2.router.single_fleet import SingleFleet
 from eagle2.router.stream import ClientGone, CommitStream, while_connected
 from eagle2.text.tokenizer import Tokenizer
 from fakes.server import serving
@@ -64,7 +65,7 @@ def answer(sock: socket.socket) -> tuple[int, dict[str, Any]]:
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_ends_its_generation(stream: bool) -> None:
     verifier = ForcedVerifier(["x"], endless=True, pause_s=0.01)
-    with serving(create_app(verifier, RouterSettings())) as url:
+    with serving(create_app(SingleFleet(verifier, 256), RouterSettings())) as url:
         body = json.dumps({**PROMPT, "stream": stream}).encode()
         for count in range(1, 6):
             seen = verifier.commits
@@ -84,7 +85,7 @@ def test_a_client_that_leaves_ends_its_generation(stream: bool) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_before_the_first_token(stream: bool) -> None:
     verifier = ForcedVerifier(["x"], pause_s=30)
-    with serving(create_app(verifier, RouterSettings())) as url:
+    with serving(create_app(SingleFleet(verifier, 256), RouterSettings())) as url:
         with connection(url, json.dumps({**PROMPT, "stream": stream}).encode()):
             assert eventually(lambda: verifier.running == 1)
         assert eventually(lambda: verifier.running == 0, 2)
@@ -93,7 +94,7 @@ def test_a_client_that_leaves_before_the_first_token(stream: bool) -> None:
 
 def test_one_that_leaves_disturbs_no_other() -> None:
     verifier = ForcedVerifier(["ab", "cd", "ef"], pause_s=0.05)
-    with serving(create_app(verifier, RouterSettings())) as url, httpx.Client(base_url=url) as client:
+    with serving(create_app(SingleFleet(verifier, 256), RouterSettings())) as url, httpx.Client(base_url=url) as client:
         body = json.dumps({**PROMPT, "stream": True}).encode()
         for _ in range(4):
             with connection(url, body):
@@ -105,7 +106,7 @@ def test_one_that_leaves_disturbs_no_other() -> None:
 
 def test_a_reader_that_stops_is_cut() -> None:
     verifier = ForcedVerifier(["x" * 100_000], endless=True)
-    with serving(create_app(verifier, RouterSettings(slow_reader_timeout_s=0.4))) as url:
+    with serving(create_app(SingleFleet(verifier, 256), RouterSettings(slow_reader_timeout_s=0.4))) as url:
         with connection(url, json.dumps({**PROMPT, "stream": True}).encode()) as sock:
             assert eventually(lambda: verifier.running == 1)
             assert eventually(lambda: verifier.running == 0)
@@ -125,7 +126,7 @@ def test_a_reader_that_stops_is_cut() -> None:
 @pytest.fixture(scope="module")
 def bounded() -> Iterator[str]:
     settings = RouterSettings(max_body_bytes=100_000, body_timeout_s=1.0)
-    with serving(create_app(ForcedVerifier(), settings)) as url:
+    with serving(create_app(SingleFleet(ForcedVerifier(), 256), settings)) as url:
         yield url
 
 
@@ -232,7 +233,10 @@ def test_a_long_prompt_does_not_stop_the_loop(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(Tokenizer, "encode", slow_encode)
     long = json.dumps({"prompt": "hello world " * 20_000}).encode()
-    with serving(create_app(ForcedVerifier(), RouterSettings())) as url, connection(url, long) as sock:
+    with (
+        serving(create_app(SingleFleet(ForcedVerifier(), 256), RouterSettings())) as url,
+        connection(url, long) as sock,
+    ):
         assert began.wait(20)
         assert httpx.get(url + "/health", timeout=10).status_code == 200
         assert httpx.post(url + "/v1/completions", json=PROMPT, timeout=10).status_code == 200
@@ -251,7 +255,7 @@ def test_nothing_private_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     endless = ForcedVerifier(endless=True, pause_s=0.01)
     seen = ""
     for verifier, body in ((ForcedVerifier(), asked), (ForcedVerifier(), bad), (failing, asked), (endless, asked)):
-        with serving(create_app(verifier, RouterSettings())) as url:
+        with serving(create_app(SingleFleet(verifier, 256), RouterSettings())) as url:
             path = "/v1/chat/completions"
             if verifier is endless:
                 with httpx.stream("POST", url + path, json={**body, "stream": True}, headers=headers) as response:
@@ -288,7 +292,7 @@ async def test_work_ends_before_its_cancellation_is_reported() -> None:
 
 async def test_cancelling_the_server_side_ends_the_work() -> None:
     verifier = ForcedVerifier(endless=True, pause_s=0.001)
-    app = create_app(verifier, RouterSettings())
+    app = create_app(SingleFleet(verifier, 256), RouterSettings())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
         task = asyncio.create_task(client.post("/v1/completions", json=PROMPT))
         while verifier.commits < 3:

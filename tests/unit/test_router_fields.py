@@ -16,6 +16,7 @@ from eagle2.protocol import GenerationRequest
 from eagle2.router.api import create_app
 from eagle2.router.schemas import MAX_STOP_LENGTH, MAX_STOP_STRINGS, ChatBody, CompletionBody, Message
 from eagle2.router.settings import RouterSettings
+from eagle2.router.single_fleet import SingleFleet
 from fakes.verifier import VOCAB_SIZE, ForcedVerifier, describe
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -28,7 +29,7 @@ async def post(
     path: str, body: dict[str, Any], verifier: ForcedVerifier | None = None, **limits: Any
 ) -> tuple[httpx.Response, GenerationRequest | None]:
     verifier = verifier or ForcedVerifier()
-    app = create_app(verifier, RouterSettings(**limits), draw_seed=lambda: 77)
+    app = create_app(SingleFleet(verifier, 256), RouterSettings(**limits), draw_seed=lambda: 77)
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
         headers = {"Content-Type": "application/json"}
@@ -151,7 +152,7 @@ async def test_a_timeout_becomes_a_deadline(
 ) -> None:
     """The sooner of the client's and the operator's."""
     verifier = ForcedVerifier()
-    app = create_app(verifier, RouterSettings(request_timeout_s=most), clock=lambda: 1000.0)
+    app = create_app(SingleFleet(verifier, 256), RouterSettings(request_timeout_s=most), clock=lambda: 1000.0)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
         response = await client.post(path, json={**PATHS[path], "timeout": asked})
     assert response.status_code == 200, response.text
@@ -479,7 +480,7 @@ async def test_no_body_is_the_servers_fault(path: str, fields: dict[str, Any], c
 @settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=60) | JSON.map(lambda value: json.dumps(value).encode()))
 async def test_no_bytes_are_the_servers_fault(body: bytes) -> None:
-    app = create_app(ForcedVerifier(), RouterSettings())
+    app = create_app(SingleFleet(ForcedVerifier(), 256), RouterSettings())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
         response = await client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
     error_of(response)

@@ -1,4 +1,4 @@
-"""The HTTP API: an OpenAI-style server in front of one verifier. Imports no torch."""
+"""The HTTP API: an OpenAI-style server in front of a fleet of verifiers. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from eagle2.config import AdmissionSettings, RoutingSettings
 from eagle2.errors import RequestError, UnavailableError
-from eagle2.protocol import Verifier
+from eagle2.protocol import Fleet
 from eagle2.router.buckets import Buckets
 from eagle2.router.failures import GenerationError, JSONReply, describe_failure, error_reply, failure_headers
 from eagle2.router.gate import RequestGate
@@ -22,14 +23,19 @@ from eagle2.router.generations import Generations
 from eagle2.router.model import ModelSource
 from eagle2.router.probes import Probes
 from eagle2.router.quotas import Quotas
+from eagle2.router.routing import Routing
 from eagle2.router.schemas import ChatBody, CompletionBody
 from eagle2.router.settings import RouterSettings
 from eagle2.router.tenants import KeyFile
+from eagle2.session.breaker import GuardedStore
+from eagle2.session.memory import MemorySessionStore
 from eagle2.telemetry.recorder import Recorder
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 MODELS = "/v1/models"
+_SESSION_TTL_S, _STORE_RETRY_S = 3600.0, 2.0  # of a store that one router has for itself
+
 ENDPOINTS = frozenset({CHAT, COMPLETIONS, MODELS, "/health", "/ready", "/metrics"})
 
 
@@ -39,29 +45,48 @@ def draw_seed() -> int:
 
 
 def create_app(
-    verifier: Verifier,
+    fleet: Fleet,
     settings: RouterSettings,
     *,
+    store: GuardedStore | None = None,
+    router: str | None = None,
+    routing: RoutingSettings | None = None,
+    admission: AdmissionSettings | None = None,
+    prefill_chunk: int = 256,
     draw_seed: Callable[[], int] = draw_seed,
     clock: Callable[[], float] = time.time,
     keys: KeyFile | None = None,
     shared_buckets: Buckets | None = None,
 ) -> FastAPI:
-    """The application in front of ``verifier``. ``clock`` is the Unix time in seconds.
+    """The application in front of ``fleet``. ``clock`` is the Unix time in seconds.
 
+    store: what routers share; without one this router is alone. router: its name there, drawn when None. routing: None
+    is for a fleet that never gets another replica, so that nothing waits for one. prefill_chunk: the verifiers'.
     keys: who is served, None for everybody. shared_buckets: where all routers count what keys use.
     """
     recorder = Recorder()
     quotas = Quotas(recorder, shared_buckets)
-    models = ModelSource(verifier, settings)
-    probes = Probes(verifier, models, recorder, settings)
-    generations = Generations(verifier, models, settings, recorder, quotas, draw_seed=draw_seed, clock=clock)
+    way = Routing(
+        fleet,
+        store or GuardedStore(MemorySessionStore(_SESSION_TTL_S), _STORE_RETRY_S),
+        recorder,
+        router=router or secrets.token_hex(8),
+        routing=routing or RoutingSettings(failover_wait_s=0),
+        admission=admission or AdmissionSettings(ready_grace_s=0),
+        prefill_chunk=prefill_chunk,
+        close_timeout_s=settings.close_timeout_s,
+        clock=clock,
+    )
+    models = ModelSource(fleet, settings)
+    probes = Probes(way, models, recorder, settings)
+    generations = Generations(way.verifier, models, settings, recorder, quotas, draw_seed=draw_seed, clock=clock)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        yield
-        generations.close()
-        await quotas.settle()
+        async with way.running():
+            yield
+            generations.close()
+            await quotas.settle()
 
     # No interactive documentation: its pages load scripts from elsewhere.
     app = FastAPI(title="eagle2", openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan)

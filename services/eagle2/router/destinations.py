@@ -12,6 +12,7 @@ from eagle2.router.affinity import Choice, choose, owner_of
 from eagle2.router.cooldown import Cooldown
 from eagle2.router.load import InFlight
 from eagle2.router.probation import Probation, Trial
+from eagle2.session.session import Session
 from eagle2.session.store import Owner, Placement, SessionStore, StoreError
 from eagle2.telemetry import metrics
 from eagle2.telemetry.recorder import Recorder
@@ -19,9 +20,9 @@ from eagle2.telemetry.recorder import Recorder
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What a conversation is called (``eagle2.session.session``), and its prefixes' fingerprints, short to long."""
+    """The conversation of a request, and its prefixes' fingerprints, short to long (``eagle2.session.session``)."""
 
-    session: str | None = None
+    session: Session | None = None
     prefixes: tuple[str, ...] = ()
 
 
@@ -104,7 +105,7 @@ class Destinations:
             placement,
             own_loads=self._in_flight.counts(),
             excluded=(),
-            session=route.session,
+            session=None if route.session is None or route.session.is_opening else route.session.name,
             request_id=request_id,
             settings=self._settings,
         )
@@ -118,7 +119,9 @@ class Destinations:
 
     async def _lookup(self, route: Route) -> Placement | None:
         try:
-            placement = await self._store.lookup(route.session, route.prefixes)
+            # A conversation that begins goes where there is room, whoever has begun another one with the same words.
+            name = None if route.session is None or route.session.is_opening else route.session.name
+            placement = await self._store.lookup(name, route.prefixes)
         except StoreError:
             return None
         self._in_flight.heard(placement)
@@ -129,11 +132,15 @@ class Destinations:
     ) -> Choice:
         """The choice, or the owner that another router has given the session meanwhile."""
         # A session whose owner is only too busy stays its own: the KV cache is there.
-        if route.session is None or choice.reason in ("owner", "spill", "random"):
+        session = route.session
+        if session is None or choice.reason in ("owner", "spill", "random"):
             return choice
         candidate = owner_of(choice.replica)
         try:
-            winner = await self._store.claim(route.session, candidate, instead_of=placement.owner)
+            if session.is_opening:
+                await self._store.move(session.name, candidate)
+                return choice
+            winner = await self._store.claim(session.name, candidate, instead_of=placement.owner)
         except StoreError:
             return choice
         if winner == candidate:

@@ -11,17 +11,20 @@ from typing import TypeVar
 from fastapi import Request
 from starlette.responses import Response
 
-from eagle2.protocol import GenerationRequest, Verifier
+from eagle2.protocol import GenerationRequest
 from eagle2.router.body import parse_body, read_body
+from eagle2.router.destinations import Route
+from eagle2.router.failover import RoutedVerifier
 from eagle2.router.identity import generation_id_of
 from eagle2.router.model import ModelSource, ServedModel
 from eagle2.router.parameters import deadline_of, priority_of, sampling_params, stop_conditions
-from eagle2.router.quotas import MeteredVerifier, Quotas
+from eagle2.router.quotas import Quotas
 from eagle2.router.replies import ChatShape, CompletionShape, ReplyShape
 from eagle2.router.reply import GenerationReply
 from eagle2.router.schemas import ChatBody, CompletionBody
 from eagle2.router.settings import RouterSettings
 from eagle2.router.tenants import Caller
+from eagle2.session.session import HEADER, prefix_fingerprints, session_of
 from eagle2.telemetry.recorder import Recorder
 
 T = TypeVar("T")
@@ -32,7 +35,7 @@ class Generations:
 
     def __init__(
         self,
-        verifier: Verifier,
+        verifier: RoutedVerifier,
         models: ModelSource,
         settings: RouterSettings,
         recorder: Recorder,
@@ -62,11 +65,11 @@ class Generations:
         body = await self._run(len(raw), lambda: parse_body(schema, raw))
         model = await self._models.get()
         model.check_name(body.model)
-        generation = await self._run(len(raw), lambda: self._prepare(request, body, model))
+        generation, route = await self._run(len(raw), lambda: self._prepare(request, body, model))
         request.state.reply_headers.update(await self._quotas.take_prompt(caller, len(generation.prompt_ids)))
         return GenerationReply(
-            MeteredVerifier(self._verifier, self._quotas, caller),
-            generation,
+            lambda: self._quotas.metered(caller, self._verifier.generate(generation, route)),
+            generation.request_id,
             self._shape(body, model, generation),
             stream=body.stream,
             include_usage=body.stream_options.include_usage,
@@ -80,12 +83,23 @@ class Generations:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._workers, work)
 
-    def _prepare(self, request: Request, body: ChatBody | CompletionBody, model: ServedModel) -> GenerationRequest:
+    def _prepare(
+        self, request: Request, body: ChatBody | CompletionBody, model: ServedModel
+    ) -> tuple[GenerationRequest, Route]:
+        tenant = request.state.caller.tenant
+        session = session_of(
+            tenant,
+            header=request.headers.get(HEADER),
+            session_id=body.session_id,
+            prompt_cache_key=body.prompt_cache_key,
+            user=body.user,
+            messages=[(message.role, message.text) for message in getattr(body, "messages", ())],
+        )
         sampling = sampling_params(body, model.description.vocab_size, self._draw_seed)
         prompt_ids = model.prompt_ids(body, self._settings.max_prompt_tokens)
-        return GenerationRequest(
+        generation = GenerationRequest(
             request_id=generation_id_of(request.state.request_id),
-            tenant=request.state.caller.tenant,
+            tenant=tenant,
             prompt_ids=prompt_ids,
             sampling=sampling,
             stop=stop_conditions(body, prompt_ids, model.description, self._settings.default_max_tokens),
@@ -93,6 +107,7 @@ class Generations:
             deadline=deadline_of(body, self._settings.request_timeout_s, self._clock()),
             priority=priority_of(body),
         )
+        return generation, Route(session, prefix_fingerprints(tenant, prompt_ids))
 
     def _shape(self, body: ChatBody | CompletionBody, model: ServedModel, generation: GenerationRequest) -> ReplyShape:
         shape, prefix = (ChatShape, "chatcmpl") if isinstance(body, ChatBody) else (CompletionShape, "cmpl")

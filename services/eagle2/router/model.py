@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eagle2.errors import RequestError, UnavailableError
-from eagle2.protocol import ModelDescription, Verifier
+from eagle2.protocol import Fleet, ModelDescription
 from eagle2.router.parameters import check_prompt_ids, check_prompt_length
 from eagle2.router.prompt_length import refuse_long_text
 from eagle2.router.schemas import ChatBody, CompletionBody
@@ -91,10 +91,10 @@ def _rendered(message: Any) -> dict[str, str]:
 
 
 class ModelSource:
-    """Asks the verifier for its model once and keeps the answer."""
+    """Asks the fleet for its model once and keeps the answer."""
 
-    def __init__(self, verifier: Verifier, settings: RouterSettings) -> None:
-        self._verifier = verifier
+    def __init__(self, fleet: Fleet, settings: RouterSettings) -> None:
+        self._fleet = fleet
         self._settings = settings
         self._model: ServedModel | None = None
         self._lock = asyncio.Lock()
@@ -111,7 +111,7 @@ class ModelSource:
         limit = self._settings.describe_timeout_s
         try:
             async with asyncio.timeout(limit):
-                description = await self._verifier.describe()
+                description = await self._fleet.describe()
         except TimeoutError as error:
             raise UnavailableError(f"The verifier did not describe its model within {limit:g} seconds.") from error
         load: Callable[..., ServedModel] = ServedModel.load

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 
 from eagle2.errors import OverloadedError
-from eagle2.protocol import Commit, GenerationRequest, ModelDescription, Verifier
+from eagle2.protocol import Commit
 from eagle2.router.buckets import PERIOD_S, Buckets, Level, LocalBuckets, wait_s
 from eagle2.router.tenants import Caller
 from eagle2.telemetry import metrics
@@ -99,24 +99,6 @@ class Quotas:
                 self._recorder.add(metrics.QUOTA_FALLBACKS)
                 _LOG.warning("The shared quotas do not answer (%s); this router counts alone.", type(error).__name__)
         return await self._local.take(name, cost, limit, debt=debt)
-
-
-class MeteredVerifier:
-    """A verifier whose answers are charged to one caller."""
-
-    def __init__(self, verifier: Verifier, quotas: Quotas, caller: Caller) -> None:
-        self._verifier = verifier
-        self._quotas = quotas
-        self._caller = caller
-
-    async def describe(self) -> ModelDescription:
-        return await self._verifier.describe()
-
-    async def stats(self) -> dict[str, float]:
-        return await self._verifier.stats()
-
-    def generate(self, request: GenerationRequest) -> AsyncIterator[Commit]:
-        return self._quotas.metered(self._caller, self._verifier.generate(request))
 
 
 class QuotaError(OverloadedError):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from eagle2.protocol import Commit, GenerationRequest, Verifier
+from eagle2.errors import RequestError, UnavailableError
+from eagle2.protocol import Commit
 from eagle2.router.failures import GenerationError, JSONReply, describe_failure
 from eagle2.router.replies import ReplyShape
 from eagle2.router.settings import RouterSettings
@@ -31,8 +32,8 @@ class GenerationReply(Response):
 
     def __init__(
         self,
-        verifier: Verifier,
-        request: GenerationRequest,
+        generate: Callable[[], AsyncIterator[Commit]],
+        request_id: str,
         shape: ReplyShape,
         *,
         stream: bool,
@@ -43,8 +44,8 @@ class GenerationReply(Response):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
-        self.verifier = verifier
-        self.request = request
+        self.generate = generate
+        self.request_id = request_id
         self.shape = shape
         self.stream = stream
         self.include_usage = include_usage
@@ -56,7 +57,7 @@ class GenerationReply(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         began = self.clock()
         write = bounded(send, self.settings.slow_reader_timeout_s)
-        commits = CommitStream(self.verifier.generate(self.request), self.settings.close_timeout_s)
+        commits = CommitStream(self.generate(), self.settings.close_timeout_s)
         self.recorder.add(metrics.ROUTER_REQUESTS_RUNNING, 1)
         try:
             if self.stream:
@@ -119,8 +120,8 @@ class GenerationReply(Response):
             await write({"type": "http.response.body", "body": before, "more_body": True})
 
     def _failure(self, error: Exception) -> bytes:
-        if not isinstance(error, GenerationError):
-            _LOG.error("request %s failed in its stream: %s", self.request.request_id, type(error).__name__)
+        if not isinstance(error, GenerationError | UnavailableError | RequestError):
+            _LOG.error("request %s failed in its stream: %s", self.request_id, type(error).__name__)
         self.recorder.add(metrics.STREAM_ERRORS, endpoint=self.endpoint)
-        _, body = describe_failure(error, self.request.request_id)
+        _, body = describe_failure(error, self.request_id)
         return event({"error": body})
