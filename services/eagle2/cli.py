@@ -14,6 +14,10 @@ _COMMANDS = {
     "serve": ("eagle2.operations.serve_command", "serve over HTTP on a Ray of its own, until Ctrl-C"),
     "generate": ("eagle2.operations.generate_command", "answer one prompt in this process, without a server"),
     "keys": ("eagle2.operations.keys_command", "make API keys, and check a file of them"),
+    "sessions": (
+        "eagle2.operations.sessions_command",
+        "list, show, move and drop the conversations in the session store",
+    ),
     "train": ("eagle2.training.command", "have the target answer prompts, and train a draft head on that"),
     "bench": ("eagle2.evaluation.command", "measure speed beside transformers, or methods by tasks as in the paper"),
 }

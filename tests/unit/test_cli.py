@@ -33,7 +33,7 @@ def test_no_draft_is_spelt_none() -> None:
     assert _settings("--draft", "none") == {"model": {"draft": None}}
 
 
-@pytest.mark.parametrize("command", ["serve", "generate", "train", "bench", "keys"])
+@pytest.mark.parametrize("command", ["serve", "generate", "train", "bench", "keys", "sessions"])
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])

@@ -14,8 +14,8 @@ from eagle2.cli import main
 from eagle2.config import TenantSettings, load_settings
 from eagle2.errors import ConfigError
 from eagle2.router import tenants
-from eagle2.router.identity import framed_hash
 from eagle2.router.tenants import Caller, KeyFile, key_line, new_key, parse_keys
+from eagle2.session.hashing import framed_hash
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/api-keys.md"
 HASH = hashlib.sha256(b"k").hexdigest()
