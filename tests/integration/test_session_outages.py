@@ -15,7 +15,7 @@ from eagle2.errors import ConfigError
 from eagle2.session.breaker import MAX_TIMEOUTS, GuardedStore
 from eagle2.session.connection import RedisConnection
 from eagle2.session.memory import MemorySessionStore
-from eagle2.session.store import Owner, Placement, StoreError, StoreTimeoutError
+from eagle2.session.store import Owner, Placement, StoreBusyError, StoreError, StoreTimeoutError
 from eagle2.session.stores import create_store
 from fakes.redis_server import RedisServer, redis_server, sentinel_of
 from fakes.tcp_proxy import TcpProxy
@@ -305,6 +305,35 @@ async def test_late_answers_far_apart_are_chance() -> None:
         inner.error = None
         assert await answers(store, 1) == [Placement()]
     assert not store.is_degraded
+
+
+async def test_too_many_questions_say_nothing_about_the_store() -> None:
+    inner = _Failing()
+    inner.error = StoreBusyError("Busy.")
+    store = GuardedStore(inner, 7.0)
+    assert await answers(store, 10) == [None] * 10
+    assert not store.is_degraded
+    assert inner.asked == 10
+
+
+async def test_who_waits_for_a_connection_waits_no_longer_than_for_an_answer() -> None:
+    connection = RedisConnection("redis://127.0.0.1:1/0?max_connections=1", timeout_s=0.05)
+    holding = asyncio.Event()
+
+    async def hold() -> None:
+        holding.set()
+        await asyncio.Event().wait()
+
+    async with asyncio.timeout(20):
+        first = asyncio.create_task(connection.run(hold))
+        await holding.wait()
+        others = await asyncio.gather(*(connection.run(hold) for _ in range(3)), return_exceptions=True)
+        with pytest.raises(StoreTimeoutError):
+            await first
+    # The place of the first is free before or after they give up; whoever gets it is late as well.
+    assert all(isinstance(error, StoreBusyError | StoreTimeoutError) for error in others)
+    assert any(isinstance(error, StoreBusyError) for error in others)
+    await connection.close()
 
 
 async def test_a_cancelled_request_says_nothing_about_the_store() -> None:

@@ -12,6 +12,7 @@ from eagle2.session.store import (
     Placement,
     SessionEntry,
     SessionStore,
+    StoreBusyError,
     StoreError,
     StoreTimeoutError,
 )
@@ -24,7 +25,8 @@ _log = logging.getLogger(__name__)
 class GuardedStore:
     """``store``, which is not asked for anything while it is known to fail: every operation raises ``StoreError`` then.
 
-    A refusal or a lost connection is proof at once, of answers that are late it takes two in a row. From then on the
+    A refusal or a lost connection is proof at once, of answers that are late it takes two in a row, and too many
+    questions at a time are no proof. From then on the
     store is tried every ``retry_s`` in the background, by a write, until that succeeds: no request waits for it.
     ``sleep`` waits so many seconds.
     """
@@ -86,6 +88,8 @@ class GuardedStore:
             raise StoreError(self._reason)
         try:
             answer = await _guarded(operation)
+        except StoreBusyError:
+            raise
         except StoreTimeoutError as error:
             self._timeouts += 1
             if self._timeouts >= MAX_TIMEOUTS:

@@ -16,7 +16,7 @@ from redis.asyncio.sentinel import SentinelConnectionPool
 from redis.backoff import NoBackoff
 
 from eagle2.errors import ConfigError
-from eagle2.session.store import StoreError, StoreTimeoutError
+from eagle2.session.store import StoreBusyError, StoreError, StoreTimeoutError
 
 MAX_CONNECTIONS = 16
 _SENTINEL_PORT = 26379
@@ -40,7 +40,7 @@ class RedisConnection:
     """
 
     def __init__(self, url: str, *, timeout_s: float) -> None:
-        """``timeout_s`` bounds every operation, connecting and waiting for a connection included.
+        """``timeout_s`` bounds every operation, connecting included, and before it the wait for a free connection.
 
         Raises ``ConfigError`` for a URL that cannot be used.
         """
@@ -63,9 +63,21 @@ class RedisConnection:
         self.redis: Redis = Redis(connection_pool=pool)
 
     async def run(self, operation: Callable[[], Awaitable[T]]) -> T:
-        """What ``operation`` on the client returns. Raises ``StoreError``; ``StoreTimeoutError`` when it is late."""
+        """What ``operation`` on the client returns. Raises ``StoreError``: ``StoreTimeoutError`` when it is late, and
+        ``StoreBusyError`` when it was never begun."""
         try:
-            async with asyncio.timeout(self._timeout_s), self._places:
+            async with asyncio.timeout(self._timeout_s):
+                await self._places.acquire()
+        except TimeoutError:
+            raise StoreBusyError(f"All connections to {self.address} were busy for {self._timeout_s:g} s.") from None
+        try:
+            return await self._bounded(operation)
+        finally:
+            self._places.release()
+
+    async def _bounded(self, operation: Callable[[], Awaitable[T]]) -> T:
+        try:
+            async with asyncio.timeout(self._timeout_s):
                 return await operation()
         except (TimeoutError, exceptions.TimeoutError):
             raise StoreTimeoutError(f"{self.address} did not answer within {self._timeout_s:g} s.") from None

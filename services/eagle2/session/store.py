@@ -89,5 +89,9 @@ class StoreError(Exception):
     """The session store cannot be used now. The message is a sentence without keys or passwords."""
 
 
+class StoreBusyError(StoreError):
+    """This router asks the store so much at once that no connection was free in time. The store itself is well."""
+
+
 class StoreTimeoutError(StoreError):
     """The session store did not answer in time; once alone that may be chance."""
