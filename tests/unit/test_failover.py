@@ -20,7 +20,9 @@ from eagle2.router.affinity import rendezvous
 from eagle2.router.answer import Answer
 from eagle2.router.destinations import Route
 from eagle2.router.failures import GenerationError
+from eagle2.router.leases import ProbationLeases
 from eagle2.router.single_fleet import SingleFleet
+from eagle2.session.memory import MemorySessionStore
 from eagle2.session.session import Session
 from eagle2.telemetry import metrics
 from fakes.fleet import Decoder, FakeFleet, fleet_request, undisturbed
@@ -433,3 +435,50 @@ def test_the_fake_continues_as_it_began() -> None:
         again = Decoder(replace(LONG, output_ids=ids, characters_released=len(text)))
         rest, more = again.commit(100)
         assert (list(ids + rest), text + more, again.finish_reason) == whole
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_routers_that_share_a_store_blame_no_innocent(seed: int) -> None:
+    """Each knows its own suspects only; a lease keeps them from trying two on one replica."""
+    draw = random.Random(seed)
+    fleet = FakeFleet(3, max_sequences=16, pace_s=0.002, poison=lambda r: r.prompt_ids[0] == 13, poison_after=2)
+    shared = MemorySessionStore(600)
+    routers = [
+        FakeRouter(fleet, MemorySessionStore(600, beside=shared), failover_wait_s=20, progress_timeout_s=20)
+        for _ in range(2)
+    ]
+    bad = next(r for r in (fleet_request("bad", (13, s)) for s in range(99)) if len(undisturbed(r)[0]) > 10)
+    requests = [bad, *(fleet_request(f"q{n}", (n, 5), seed=n, max_tokens=24) for n in range(20, 38))]
+    draw.shuffle(requests)
+    async with asyncio.timeout(60):
+        results = await asyncio.gather(
+            *(routers[n % 2].answer(r) for n, r in enumerate(requests)), return_exceptions=True
+        )
+    for request, result in zip(requests, results, strict=True):
+        if request is bad:
+            assert isinstance(result, RequestError)
+        else:
+            assert isinstance(result, Received), result
+            assert result.whole == undisturbed(request)
+    assert len(fleet.crashes) == 2
+    await asyncio.sleep(0.01)
+    assert await shared.sessions() == [], "leases are given back"
+
+
+async def test_a_lease_of_a_router_that_is_gone_is_taken_over() -> None:
+    now = 0.0
+    shared = MemorySessionStore(600)
+    gone, here = (ProbationLeases(shared, lasts_s=5, clock=lambda: now) for _ in range(2))
+    assert await gone.take("a", "life")
+    assert not await here.take("b", "life")
+    now = 5.0
+    assert not await here.take("b", "life")
+    now = 5.1
+    assert await here.take("b", "life")
+    gone.give_back("a")
+    await asyncio.sleep(0.01)
+    assert not await gone.take("c", "life"), "what was taken over is not dropped by its old holder"
+    here.give_back("b")
+    await asyncio.sleep(0.01)
+    assert await gone.take("c", "life")
+    assert await ProbationLeases(DownStore(), lasts_s=5, clock=lambda: now).take("d", "life")

@@ -10,6 +10,7 @@ from eagle2.config import RoutingSettings
 from eagle2.protocol import Fleet, Replica
 from eagle2.router.affinity import Choice, choose, owner_of
 from eagle2.router.cooldown import Cooldown
+from eagle2.router.leases import ProbationLeases
 from eagle2.router.load import InFlight
 from eagle2.router.probation import Probation, Trial
 from eagle2.session.session import Session
@@ -47,6 +48,7 @@ class Destinations:
         self._probation, self._cooldown = probation, cooldown
         self._settings, self._recorder = settings, recorder
         self._clock, self._poll_s = clock, poll_s
+        self._leases = ProbationLeases(store, lasts_s=2 * settings.progress_timeout_s, clock=clock)
         self._freed = asyncio.Event()
         self._notes: set[asyncio.Task[None]] = set()
 
@@ -71,8 +73,9 @@ class Destinations:
             except TimeoutError:
                 continue
 
-    def wake(self) -> None:
-        """Somebody who waits may have somewhere to go now."""
+    def freed(self, request_id: str) -> None:
+        """The request is on probation nowhere: somebody who waits may have somewhere to go now."""
+        self._leases.give_back(request_id)
         self._freed.set()
         self._freed = asyncio.Event()
 
@@ -100,22 +103,31 @@ class Destinations:
 
     async def _choose(self, request_id: str, route: Route, excluded: Collection[str]) -> tuple[Replica, Trial] | None:
         placement = await self._lookup(route)
-        choice = choose(
-            self._open_to(request_id, excluded),
-            placement,
-            own_loads=self._in_flight.counts(),
-            excluded=(),
-            session=None if route.session is None or route.session.is_opening else route.session.name,
-            request_id=request_id,
-            settings=self._settings,
-        )
-        if choice is not None and placement is not None:
-            choice = await self._claimed(choice, placement, request_id, route, excluded)
+        taken: set[str] = set()  # another router has a suspect there
+        while True:
+            choice = choose(
+                self._open_to(request_id, {*excluded, *taken}),
+                placement,
+                own_loads=self._in_flight.counts(),
+                excluded=(),
+                session=None if route.session is None or route.session.is_opening else route.session.name,
+                request_id=request_id,
+                settings=self._settings,
+            )
+            if choice is not None and placement is not None:
+                choice = await self._claimed(choice, placement, request_id, route, {*excluded, *taken})
+            if choice is None:
+                return None
+            incarnation = choice.replica.incarnation
+            if not self._probation.is_suspect(request_id) or await self._leases.take(request_id, incarnation):
+                break
+            taken.add(incarnation)
         # Other requests went on while the store was asked.
-        if choice is None or choice.replica not in self._open_to(request_id, excluded):
+        if choice.replica not in self._open_to(request_id, excluded):
+            self._leases.give_back(request_id)
             return None
         self._recorder.add(metrics.PLACEMENTS, reason=choice.reason)
-        return choice.replica, self._probation.start(request_id, choice.replica.incarnation)
+        return choice.replica, self._probation.start(request_id, incarnation)
 
     async def _lookup(self, route: Route) -> Placement | None:
         try:

@@ -92,7 +92,7 @@ class Journey:
                 self._give_up_or_go_on(broken)
                 return None
             if self._means.probation.received(self._trial, has_tokens=bool(commit.token_ids)):
-                self._means.destinations.wake()
+                self._means.destinations.freed(self._answer.request.request_id)
             if commit.token_ids or commit.text or commit.finish_reason is not None:
                 return self._taken(commit)
 
@@ -108,7 +108,7 @@ class Journey:
         try:
             if trial is not None:
                 self._means.probation.ended(trial)
-                self._means.destinations.wake()
+                self._means.destinations.freed(self._answer.request.request_id)
             if attempt is None:
                 return
             if not self._broken:
@@ -154,7 +154,7 @@ class Journey:
             return
         if broken.failure == "crash":
             verdict = means.probation.crashed(trial)
-            means.destinations.wake()
+            means.destinations.freed(request.request_id)
             if verdict == "guilty":
                 means.recorder.add(metrics.REQUESTS_QUARANTINED)
                 _LOG.error("request %s was tried alone when a second verifier crashed", request.request_id)
