@@ -10,6 +10,7 @@ from ray.serve.handle import DeploymentHandle
 
 from eagle2.config import Settings
 from eagle2.router.api import create_app
+from eagle2.router.buckets import shared_buckets
 from eagle2.router.serve_verifier import ServeVerifier
 from eagle2.router.settings import RouterSettings
 from eagle2.router.single_fleet import SingleFleet
@@ -29,10 +30,18 @@ class Router:
         self._admission = settings.admission
         self._settings = RouterSettings.of(settings)
         self._keys = KeyFile.of(settings.tenants)
+        self._buckets = shared_buckets(settings.session)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve calls this once, after the constructor."""
-        return create_app(self._fleet, self._settings, store=self._store, admission=self._admission, keys=self._keys)
+        return create_app(
+            self._fleet,
+            self._settings,
+            store=self._store,
+            admission=self._admission,
+            keys=self._keys,
+            shared_buckets=self._buckets,
+        )
 
 
 router = serve.deployment(name="Router")(serve.ingress()(Router))
