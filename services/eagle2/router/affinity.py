@@ -61,10 +61,9 @@ def choose(
     if pinned is not None and not loads.overloaded(pinned):
         return Choice(pinned, "owner")
 
-    roomy = [replica for replica in loads.with_free_places(candidates) if loads.has_room(replica)]
-    assert roomy, "the least loaded replica always has room"
     order = rendezvous(session if session is not None else request_id, candidates)
-    roomy = [replica for replica in order if replica in roomy]
+    roomy = [replica for replica in loads.with_free_places(order) if loads.has_room(replica)]
+    assert roomy, "the least loaded replica always has room"
     holder = _holder(roomy, placement, loads)
     if pinned is not None:
         return Choice(holder or roomy[0], "spill")
