@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -21,13 +20,14 @@ from fakes.redis_server import RedisServer, redis_server, sentinel_of
 from fakes.tcp_proxy import TcpProxy
 
 A, B = Owner("replica-a", "1"), Owner("replica-b", "1")
-TIMEOUT_S = 0.5  # the machine that runs the tests is busy; the default is 0.1
+PATIENCE_S = 20.0
+TIMEOUT_S = 0.8  # where an answer will not come; the default of 0.1 is too little for a busy machine
 RETRY_S = 0.1
 LOG = "eagle2.session.breaker"
 
 
 @asynccontextmanager
-async def guarded(url: str, *, timeout_s: float = TIMEOUT_S) -> AsyncIterator[GuardedStore]:
+async def guarded(url: str, *, timeout_s: float = PATIENCE_S) -> AsyncIterator[GuardedStore]:
     store = create_store(SessionSettings(store=url, timeout_s=timeout_s, retry_s=RETRY_S))
     try:
         yield store
@@ -77,17 +77,17 @@ class TestOnRedis:
     @pytest.mark.parametrize("connected", [True, False], ids=["connected before", "not connected before"])
     async def test_a_black_hole_costs_few_requests_their_patience(self, connected: bool) -> None:
         with redis_server() as server:
-            async with TcpProxy(server.port) as proxy, guarded(proxy.url) as store:
+            async with TcpProxy(server.port) as proxy, guarded(proxy.url, timeout_s=TIMEOUT_S) as store:
                 if connected:
                     await store.claim("s0", A)
                 proxy.black_hole = True
-                waited = []
+                errors = []
                 for _ in range(100):
-                    began = time.monotonic()
-                    assert await answers(store, 1) == [None]
-                    waited.append(time.monotonic() - began)
-                patient = [seconds for seconds in waited if seconds >= TIMEOUT_S * 0.9]
-                assert len(patient) <= MAX_TIMEOUTS
+                    with pytest.raises(StoreError) as caught:
+                        await store.lookup("s0", ["p"])
+                    errors.append(caught.type)
+                # Whoever waited is told so; all others are not made to.
+                assert errors == [StoreTimeoutError] * MAX_TIMEOUTS + [StoreError] * (100 - MAX_TIMEOUTS)
                 assert store.is_degraded
                 proxy.black_hole = False
                 await until(lambda: not store.is_degraded)
@@ -95,7 +95,10 @@ class TestOnRedis:
 
     async def test_two_hundred_at_one_moment_in_a_black_hole(self) -> None:
         with redis_server() as server:
-            async with TcpProxy(server.port) as proxy, guarded(f"{proxy.url}?max_connections=4") as store:
+            async with (
+                TcpProxy(server.port) as proxy,
+                guarded(f"{proxy.url}?max_connections=4", timeout_s=TIMEOUT_S) as store,
+            ):
                 await store.claim("s0", A)
                 proxy.black_hole = True
                 async with asyncio.timeout(20 * TIMEOUT_S):
@@ -104,11 +107,11 @@ class TestOnRedis:
                 assert proxy.connections <= 4 + 1 + 20  # the four, and one for each time that it was tried
                 proxy.black_hole = False
                 await until(lambda: not store.is_degraded)
-                assert await asyncio.gather(*(store.claim("s0", B) for _ in range(200))) == [A] * 200
+                assert await asyncio.gather(*(store.claim("s0", B) for _ in range(20))) == [A] * 20
 
     async def test_frozen_and_thawed(self) -> None:
         with redis_server() as server:
-            async with guarded(server.url) as store:
+            async with guarded(server.url, timeout_s=TIMEOUT_S) as store:
                 await store.claim("s0", A)
                 server.freeze()
                 assert await answers(store, 10) == [None] * 10
@@ -119,7 +122,7 @@ class TestOnRedis:
 
     async def test_too_slow_is_left_alone_until_it_is_not(self) -> None:
         with redis_server() as server:
-            async with TcpProxy(server.port) as proxy, guarded(proxy.url) as store:
+            async with TcpProxy(server.port) as proxy, guarded(proxy.url, timeout_s=TIMEOUT_S) as store:
                 await store.claim("s0", A)
                 proxy.delay_s = 3 * TIMEOUT_S
                 await answers(store, MAX_TIMEOUTS)
@@ -130,7 +133,10 @@ class TestOnRedis:
 
     async def test_a_late_answer_never_goes_to_another_question(self) -> None:
         with redis_server() as server:
-            async with TcpProxy(server.port) as proxy, guarded(f"{proxy.url}?max_connections=1") as store:
+            async with (
+                TcpProxy(server.port) as proxy,
+                guarded(f"{proxy.url}?max_connections=1", timeout_s=TIMEOUT_S) as store,
+            ):
                 await store.claim("s0", A)
                 await store.claim("s1", B)
                 proxy.delay_s = 1.5 * TIMEOUT_S
@@ -204,7 +210,7 @@ class TestOnRedis:
         with redis_server() as one, redis_server() as two, sentinel_of(one) as sentinel:
             # The first Sentinel of the URL is not there.
             url = f"redis+sentinel://127.0.0.1:1,127.0.0.1:{sentinel.port}/mymaster/0?max_connections=4"
-            async with guarded(url, timeout_s=2.0) as store:
+            async with guarded(url) as store:
                 await store.claim("s0", A)
                 assert _knows(one, "s0")
                 with one.client() as old, two.client() as new, sentinel.client() as control:

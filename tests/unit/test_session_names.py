@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle2.errors import RequestError
+from eagle2.protocol import Replica
+from eagle2.router.affinity import rendezvous
 from eagle2.session.hashing import framed_hash
 from eagle2.session.session import BLOCK_TOKENS, MAX_BLOCKS, Session, prefix_fingerprints, session_of
 
@@ -70,6 +74,21 @@ def test_all_turns_of_a_chat_are_one_session_and_only_the_first_opens_it() -> No
     assert (first.is_opening, later.is_opening) == (True, False)
     assert _name(session_of("u", messages=_FIRST_TURN)) != first.name
     assert _name(session_of("t", messages=[("system", "Be brief."), ("user", "Hell"), ("user", "o")])) != first.name
+
+
+def test_chats_without_a_name_or_with_a_blank_one_spread() -> None:
+    replicas = [Replica(f"replica-{i}", "1", 8) for i in range(4)]
+    history = [("assistant", "Hi."), ("user", "More")]
+    headers = [None] * 400 + [""] * 100
+    sessions = [
+        session_of("t", header=header, messages=[("user", f"Question {i}"), *history])
+        for i, header in enumerate(headers)
+    ]
+    firsts = Counter(rendezvous(_name(session), replicas)[0].uid for session in sessions)
+    assert max(firsts.values()) <= 1.3 * len(sessions) / len(replicas)
+    # Chats that all begin alike are told apart by nothing, so their first turns are not bound to one replica.
+    same = [session_of("t", header=header, messages=[("user", "Hello")]) for header in headers]
+    assert all(session is not None and session.is_opening for session in same)
 
 
 @pytest.mark.parametrize("messages", [[], [("system", "Be brief.")], [("assistant", "Hi."), ("user", "Hello")]])
