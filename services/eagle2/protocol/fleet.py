@@ -32,7 +32,8 @@ class Fleet(Protocol):
     def generate(self, replica: Replica, request: GenerationRequest) -> AsyncIterator[Commit]:
         """Stream one generation from one replica. Closing the iterator ends the decoding.
 
-        A commit without tokens and text says that the engine is at work. Raises ``RequestError`` for a request that
+        A commit without tokens and text says that the engine is at work; as the first one it says that the request was
+        taken, so that a crash after it may be the request's doing. Raises ``RequestError`` for a request that
         does not fit the model, ``DrainingError`` when the replica takes no new requests, and ``UnavailableError`` when
         it is gone, also in the middle of the stream.
         """
