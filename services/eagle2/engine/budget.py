@@ -33,18 +33,19 @@ _MARGIN = 1.01  # another shape must be this much better: two equal ones would t
 # one that is too good. And where they are expected to lose so much, they are not tried.
 _TREES_MARGIN, _HOPELESS = 1.05, 0.85
 _TRIAL_SHARE, _TRIAL_MARGIN, _MEMORY, _EAGER = 0.02, 1.02, 300, 2
-_MOST_PROMPTS = 0.5  # the part of a step beyond which prompts leave nothing to compare
-_COARSE = 64  # positions that make no difference to a choice
+_MOST_PROMPTS = 0.25  # the part of a step beyond which prompts leave nothing to compare
+_COARSE = 64  # rows of prompts and positions that make no difference to a choice
 _COARSE_S = 0.01  # seconds of prompts that make none
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A step's work before any tree: sequences that decode, those of them that take a tree, seconds for prompts, and
-    how many positions a decoding sequence's row sees, in the mean."""
+    """A step's work before any tree: sequences that decode, those of them that take a tree, rows of prompts and the
+    seconds that these take, and how many positions a decoding sequence's row sees, in the mean."""
 
     decoding: int
     drafting: int
+    prompt_rows: int = 0
     prompt_s: float = 0.0
     context: int = 0
 
@@ -155,6 +156,7 @@ class AdaptiveBudget:
         load = Load(
             max(load.decoding, 1),
             max(load.drafting, 1),
+            -(-load.prompt_rows // _COARSE) * _COARSE,
             round(load.prompt_s / _COARSE_S) * _COARSE_S,
             -(-load.context // _COARSE) * _COARSE,
         )
@@ -168,7 +170,8 @@ class AdaptiveBudget:
         choice = self._choice(load)
         self._gain = choice.gain
         has_trees = self.trials.is_other(load.decoding, starts_other=self._gain > _TREES_MARGIN)
-        has_trees &= self._gain > _HOPELESS
+        # Trials are of steps that hardly read anything. Beside prompts every node costs more: no row is free there.
+        has_trees &= self._gain > (_TREES_MARGIN if load.prompt_rows else _HOPELESS)
         if has_trees and choice.option == largest:
             self._allowance_s = 0.0
             return self._plan(load, largest)
@@ -189,8 +192,7 @@ class AdaptiveBudget:
         values = self.values.of(nodes.scores, nodes.depths, nodes.parents)
         # A child is worth no more than its parent and stands behind it, so every beginning of this order is of trees.
         order = np.argsort(-values, kind="stable")
-        rows = load.decoding + np.arange(len(values) + 1, dtype=np.float64)
-        seconds = plan.draft_s + load.prompt_s + self.verify(rows, load.context)
+        seconds = plan.draft_s + self._step_s(load, np.arange(len(values) + 1, dtype=np.float64))
         count, _ = best_count(values[order], load.decoding, seconds)
         kept = np.zeros(len(values), np.bool_)
         kept[order[:count]] = True
@@ -284,6 +286,16 @@ class AdaptiveBudget:
         )
         draft_s = draft_s + self.own.tree_s * load.drafting
         verified: Floats = np.cumsum(drafted, axis=1, dtype=np.float64)
-        verify_s = load.prompt_s + self.verify(load.decoding + share * verified, load.context)
-        plain = load.decoding / (load.prompt_s + self.verify.at(load.decoding, load.context))
-        return plain, (tokens / (draft_s[:, None] + verify_s)).max(axis=1, initial=0.0)
+        seconds = draft_s[:, None] + self._step_s(load, share * verified)
+        plain = load.decoding / float(self._step_s(load, np.zeros(1))[0])
+        return plain, (tokens / seconds).max(axis=1, initial=0.0)
+
+    def _step_s(self, load: Load, nodes: Floats) -> Floats:
+        """Seconds (...) of the target's step with so many nodes (...) beside ``load``.
+
+        Prompt rows have no logits and take less than the curve says, but a node beside them costs what it does behind
+        as many rows: where arithmetic counts and not the reading of weights.
+        """
+        rows = load.decoding + load.prompt_rows
+        added: Floats = self.verify(rows + nodes, load.context) - self.verify.at(rows, load.context)
+        return load.prompt_s + self.verify.at(load.decoding, load.context) + added

@@ -33,8 +33,9 @@ class FixedTrees:
     def __init__(self, shape: TreeShape) -> None:
         self.shape = shape
 
-    def begin(self, running: Sequence[Generation], prompt_s: float) -> None:
-        """A step with a proposer begins: choose ``shape``. ``prompt_s``: seconds that its prompts are to take."""
+    def begin(self, running: Sequence[Generation], prompt_rows: int, prompt_s: float) -> None:
+        """A step with a proposer begins: choose ``shape``. prompt_rows, prompt_s: tokens of prompts that it is to read,
+        and seconds that they take."""
 
     def is_wanted(self, sequence: Generation) -> bool:  # noqa: ARG002
         """Whether the proposer is asked about a sequence at this step: for a tree, or to keep up."""
@@ -83,11 +84,11 @@ class AdaptiveTrees(FixedTrees):
         self._steps = 0
         self._is_measured = False
 
-    def begin(self, running: Sequence[Generation], prompt_s: float) -> None:
+    def begin(self, running: Sequence[Generation], prompt_rows: int, prompt_s: float) -> None:
         self._began, self._draft_s, self._num_trees, self._num_accepted = self._clock(), 0.0, 0, 0
         decoding = [sequence for sequence in running if sequence.decodes]
         drafting = sum(sequence.speculate and sequence.num_left > 1 for sequence in decoding)
-        self._load = Load(len(decoding), drafting, prompt_s, _mean_context(decoding))
+        self._load = Load(len(decoding), drafting, prompt_rows, prompt_s, _mean_context(decoding))
         self._plan = self.budget.plan(self._load)
         self.shape = self._plan.shape or self.budget.bounds
         self._has_asked = False

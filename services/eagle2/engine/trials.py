@@ -71,13 +71,22 @@ class Trials:
     def is_other(self, sequences: int, *, starts_other: bool = False) -> bool:
         """Whether the step of so many sequences is done the other way. ``starts_other``: where nothing is known yet."""
         size = size_of(sequences)
-        load = self._loads.get(size)
-        if load is None:
-            load = self._loads[size] = _Load(is_other=starts_other)
+        load = self._loads.setdefault(size, _Load())
+        if not load.trials and load.trial is None:
+            load.is_other = self._neighbour(size, starts_other)
         if self._load is not load:
             self.pause()
             self._load = load
         return load.is_other != (load.trial is not None)
+
+    def _neighbour(self, size: int, otherwise: bool) -> bool:
+        """What is better for the nearest size about which something was found, unless none is within a factor of 2."""
+        judged = [
+            known for known, load in self._loads.items() if load.trials >= _TRIALS and size <= 2 * known <= 4 * size
+        ]
+        if not judged:
+            return otherwise
+        return self._loads[min(judged, key=lambda known: (abs(known - size), known))].is_other
 
     def judged(self, sequences: int) -> bool | None:
         """What trials found for so many sequences: whether the other way is the better one; None before."""
