@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tracemalloc
 
 import pytest
 from hypothesis import given, settings
@@ -77,7 +76,7 @@ def test_most_of_a_long_text_is_never_tokenised(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("prompt", ["a" * 101, [1] * 101, [10**9] * 101, "a" * 100_000])
 def test_both_numbers_are_named(prompt: str | list[int]) -> None:
-    with pytest.raises(RequestError, match="101|102|8192") as caught:
+    with pytest.raises(RequestError, match=r"101|102|8192") as caught:
         MODEL.prompt_ids(CompletionBody.model_validate({"prompt": prompt}), 100)
     assert caught.value.code == "context_length_exceeded"
     assert "the most are 100" in caught.value.message
@@ -99,19 +98,14 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_too_many_values_are_not_parsed(name: str) -> None:
-    tracemalloc.start()
-    try:
-        with pytest.raises(RequestError, match="too many values") as caught:
-            parse_body(CompletionBody, HOSTILE[name])
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+def test_too_many_values_are_not_parsed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json, "loads", lambda _: pytest.fail("it was parsed"))
+    with pytest.raises(RequestError, match="too many values") as caught:
+        parse_body(CompletionBody, HOSTILE[name])
     assert caught.value.code == "too_many_values"
-    assert peak < 1_000_000
 
 
-@pytest.mark.parametrize("unit", ['"', "[],", "{", '\\"', "\\", '"\\"'])
+@pytest.mark.parametrize("unit", ['"', "[],", "{", '\\"', "\\", '"\\"', '\\\\"'])
 def test_marks_within_a_prompt_do_not_count(unit: str) -> None:
     text = unit * (1_000_000 // len(unit))
     assert parse_body(CompletionBody, json.dumps({"prompt": text}).encode()).prompt == text
