@@ -90,6 +90,7 @@ def create_app(
 
     # No interactive documentation: its pages load scripts from elsewhere.
     app = FastAPI(title="eagle2", openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan)
+    app.state.routing = way  # whoever runs the app reports its queue to the autoscaler
     app.add_middleware(RequestGate, recorder=recorder, endpoints=ENDPOINTS, keys=keys)
     for kind in (RequestError, UnavailableError, GenerationError):
         app.add_exception_handler(kind, _failed)
