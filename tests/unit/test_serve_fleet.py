@@ -9,11 +9,14 @@ from typing import Any, cast
 
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+from ray.serve._private.common import DeploymentID
+from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
 from eagle2.errors import DrainingError, RequestError, UnavailableError
 from eagle2.protocol import Commit, GenerationRequest, Replica, SamplingParams, StopConditions
-from eagle2.router.pinning import Directory, PinnedRouter
+from eagle2.router.directory import Directory, directory_of
+from eagle2.router.pinning import PinnedRouter
 from eagle2.router.serve_fleet import ServeFleet
 from fakes.clocks import ManualClock
 
@@ -268,3 +271,11 @@ async def test_a_call_that_was_given_up_is_left_alone() -> None:
     pending.future.cancel()
     await router.choose_replicas([_running("a")], pending)
     assert not router.removed
+
+
+def test_serve_can_pickle_the_router_which_finds_the_directory_of_its_process() -> None:
+    config = RequestRouterConfig(request_router_class="eagle2.router.pinning:PinnedRouter")
+    copied = config.get_request_router_class()
+    router = copied.__new__(copied)
+    router._deployment_id = DeploymentID("verifiers", "app")
+    assert router._directory() is directory_of("app", "verifiers")

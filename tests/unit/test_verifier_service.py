@@ -104,7 +104,22 @@ async def test_a_drain_refuses_what_is_new_and_waits_for_what_runs() -> None:
 async def test_an_engine_that_has_failed_is_no_drain() -> None:
     engine, service = _service()
     engine.failure = RuntimeError("no memory")
-    service.begin_drain()
+    service.node_leaves("spot")
     with pytest.raises(UnavailableError) as caught:
         await anext(service.generate(_REQUEST))
     assert type(caught.value) is UnavailableError
+
+
+async def test_a_node_that_stays_after_all_takes_requests_again() -> None:
+    _, service = _service()
+    service.node_leaves("unschedulable")
+    assert service.is_draining
+    with pytest.raises(DrainingError):
+        await anext(service.generate(_REQUEST))
+    service.node_leaves(None)
+    stream = cast(Any, service.generate(_REQUEST))
+    assert await asyncio.wait_for(anext(stream), 10) == _EMPTY
+    await stream.aclose()
+    await asyncio.wait_for(service.drain(), 10)
+    service.node_leaves(None)
+    assert service.is_draining, "a shutdown is not taken back"

@@ -22,6 +22,7 @@ import yaml
 
 from eagle2.config import ENV_PREFIX, HttpSettings, Settings, load_settings
 from eagle2.errors import ConfigError, ModelError
+from eagle2.operations.argument_types import positive_int
 from eagle2.operations.deployment_status import read_progress
 from eagle2.operations.local_cluster import LocalCluster
 from eagle2.operations.settings_flags import add_engine_flags, add_model_flags, given_settings
@@ -39,6 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--served-model-name", metavar="NAME", help="the name that clients ask for")
     parser.add_argument("--host", help="the address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", type=int, help="the port to listen on (default 8000)")
+    parser.add_argument("--replicas", type=positive_int, metavar="N", help="pairs of verifier and proposer (default 1)")
+    parser.add_argument("--routers", type=positive_int, metavar="N", help="routers side by side (default 1)")
+    parser.add_argument("--store", metavar="URL", help="where routers keep sessions, as redis://HOST; default: memory")
+    keys = "serve only those who have a key in it ('eagle2 keys new' makes them)"
+    parser.add_argument("--keys-file", type=os.path.abspath, metavar="FILE", help=keys)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,9 +53,11 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.WARNING, format="eagle2 serve: %(message)s")
     logging.getLogger("eagle2").setLevel(logging.INFO)
     try:
-        document = read_config(args.config)
+        document = with_counts(read_config(args.config), pairs=args.replicas, routers=args.routers)
         settings = settings_of(document, given_settings(args))
         KeyFile.of(settings.tenants)  # one that cannot be used is refused here, before Ray takes its time
+        if (args.routers or 1) > 1 and settings.session.store.startswith("memory://"):
+            _say("Routers without a common --store know nothing of each other's sessions and limits")
         _refuse_taken_port(settings.http)
         _prepare_model(settings)
         _say("Starting Ray")
@@ -81,6 +89,22 @@ def read_config(path: Path | None) -> dict[str, Any]:
         raise ConfigError(f"{path} is not a Serve config with one application.")
     applications[0].setdefault("name", "eagle2")
     return cast(dict[str, Any], document)
+
+
+def with_counts(document: Mapping[str, Any], *, pairs: int | None, routers: int | None) -> dict[str, Any]:
+    """The config with so many replicas of each deployment; None leaves what it says."""
+    counts = {"Router": routers, "TargetVerifier": pairs, _PROPOSER: pairs}
+    config: dict[str, Any] = copy.deepcopy(dict(document))
+    deployments = config["applications"][0].setdefault("deployments", [])
+    for name, count in counts.items():
+        if count is None:
+            continue
+        found = [deployment for deployment in deployments if deployment.get("name") == name]
+        if not found:
+            found = [{"name": name}]
+            deployments += found
+        found[0]["num_replicas"] = count
+    return config
 
 
 def settings_of(document: Mapping[str, Any], flags: Mapping[str, Any]) -> Settings:

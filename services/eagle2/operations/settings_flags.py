@@ -9,6 +9,8 @@ _FLAGS = {
     "model": ("target", "draft", "draft_vocabulary", "dtype", "device", "max_model_len", "served_model_name"),
     "engine": ("max_sequences", "kv_slots", "depth", "top_k", "num_draft_tokens", "tree_budget", "overlap", "threads"),
     "http": ("host", "port"),
+    "session": ("store",),
+    "tenants": ("keys_file",),
 }
 
 

@@ -11,23 +11,20 @@ from ray.serve.handle import DeploymentHandle
 from eagle2.config import Settings
 from eagle2.router.api import create_app
 from eagle2.router.buckets import shared_buckets
-from eagle2.router.serve_verifier import ServeVerifier
+from eagle2.router.serve_fleet import ServeFleet
 from eagle2.router.settings import RouterSettings
-from eagle2.router.single_fleet import SingleFleet
 from eagle2.router.tenants import KeyFile
 from eagle2.session.stores import create_store
-
-_UNBOUNDED = 1 << 20
 
 
 class Router:
     """One replica: the HTTP API in front of the verifiers."""
 
     def __init__(self, settings: Settings, verifiers: DeploymentHandle[Any]) -> None:
-        # Serve spreads requests over the verifiers and bounds nothing: their engines hold the queues.
-        self._fleet = SingleFleet(ServeVerifier(verifiers), _UNBOUNDED)
+        self._fleet = ServeFleet(verifiers, drain_s=settings.routing.drain_s)
         self._store = create_store(settings.session)
-        self._admission = settings.admission
+        self._routing, self._admission = settings.routing, settings.admission
+        self._prefill_chunk = settings.engine.prefill_chunk
         self._settings = RouterSettings.of(settings)
         self._keys = KeyFile.of(settings.tenants)
         self._buckets = shared_buckets(settings.session)
@@ -38,7 +35,9 @@ class Router:
             self._fleet,
             self._settings,
             store=self._store,
+            routing=self._routing,
             admission=self._admission,
+            prefill_chunk=self._prefill_chunk,
             keys=self._keys,
             shared_buckets=self._buckets,
         )

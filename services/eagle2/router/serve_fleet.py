@@ -15,7 +15,8 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentRes
 
 from eagle2.errors import DrainingError, Eagle2Error, UnavailableError
 from eagle2.protocol import Commit, GenerationRequest, ModelDescription, Replica
-from eagle2.router.pinning import Directory, directory_of, pin
+from eagle2.router.directory import Directory, directory_of
+from eagle2.router.pinning import pin
 
 _GONE = (ActorDiedError, ActorUnavailableError, DeploymentUnavailableError, ReplicaUnavailableError)
 
@@ -56,7 +57,7 @@ class ServeFleet:
         response = cast("DeploymentResponseGenerator[Commit]", pinned.generate.remote(request))
         left = _Leaving(self._directory, replica, self._clock)
         try:
-            with translated(self._directory, replica):
+            with _translated(self._directory, replica):
                 commit = await self._first(response, left)
                 while commit is not None:
                     yield commit
@@ -80,7 +81,7 @@ class ServeFleet:
 
     async def _call(self, method: str, replica: Replica) -> object:
         pinned = self._handle.options(stream=False, session_id=pin(replica), method_name=method)
-        with translated(self._directory, replica):
+        with _translated(self._directory, replica):
             return await cast("DeploymentResponse[object]", pinned.remote())
 
     async def _first(self, response: DeploymentResponseGenerator[Commit], left: _Leaving) -> Commit | None:
@@ -121,7 +122,7 @@ async def _next(response: DeploymentResponseGenerator[Commit]) -> Commit | None:
 
 
 @contextmanager
-def translated(directory: Directory | None = None, replica: Replica | None = None) -> Iterator[None]:
+def _translated(directory: Directory, replica: Replica) -> Iterator[None]:
     """A lost verifier becomes ``UnavailableError``; what the verifier raised on purpose comes out as it was."""
     try:
         yield
@@ -135,7 +136,7 @@ def translated(directory: Directory | None = None, replica: Replica | None = Non
         raise
 
 
-def _gone(error: Exception, directory: Directory | None, replica: Replica | None) -> UnavailableError:
-    if directory is not None and replica is not None and isinstance(error, ActorDiedError):
+def _gone(error: Exception, directory: Directory, replica: Replica) -> UnavailableError:
+    if isinstance(error, ActorDiedError):
         directory.lost(replica.uid)
     return UnavailableError("The verifier of this request is gone.")

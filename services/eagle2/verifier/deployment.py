@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, cast
@@ -24,6 +25,7 @@ class TargetVerifier:
 
     def __init__(self, settings: Settings, proposers: DeploymentHandle[Any] | None = None) -> None:
         # Imported here: the build task and the router import this module too, and torch is not wanted there.
+        from eagle2.verifier.node_watch import watch_own_node
         from eagle2.verifier.start import new_incarnation, start_verifier
 
         incarnation = new_incarnation()
@@ -32,6 +34,7 @@ class TargetVerifier:
             "max_sequences": settings.engine.max_sequences,
         }
         self._service = start_verifier(settings, proposers, asyncio.get_running_loop(), incarnation)
+        self._node_watch = watch_own_node(self._service.node_leaves, os.environ)
 
     def record_replica_metadata(self) -> dict[str, str | int]:
         """What routers learn without a call: which life this is, and how many sequences it decodes at once."""
@@ -56,11 +59,16 @@ class TargetVerifier:
         return await self._service.stats()
 
     def check_health(self) -> None:
-        """Raises when the engine can no longer serve; Serve then replaces the replica."""
+        """Raises when the engine can no longer serve; Serve then replaces the replica.
+
+        Not while it drains because its node is to go: what Serve starts instead might land on the same node.
+        """
         self._service.check_health()
 
     async def __del__(self) -> None:
         if hasattr(self, "_service"):
+            if self._node_watch is not None:
+                self._node_watch.stop()
             await self._service.drain()
             self._service.close()
 

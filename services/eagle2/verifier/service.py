@@ -22,6 +22,7 @@ class VerifierService:
         self._engine, self._description = engine, description
         self._heartbeat_s = heartbeat_s
         self._draining = False
+        self._leaving = False
         self._open_streams = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -83,15 +84,15 @@ class VerifierService:
     @property
     def is_draining(self) -> bool:
         """Whether new requests are refused, with ``DrainingError``."""
-        return self._draining
+        return self._draining or self._leaving
 
-    def begin_drain(self) -> None:
-        """Take no new requests from now on; those that run go on."""
-        self._draining = True
+    def node_leaves(self, reason: str | None) -> None:
+        """Take no new requests while there is a reason; those that run go on. May be called from any thread."""
+        self._leaving = reason is not None
 
     async def drain(self) -> None:
         """Take no new requests and wait for the running ones."""
-        self.begin_drain()
+        self._draining = True
         await self._idle.wait()
 
     def close(self) -> None:
@@ -99,7 +100,7 @@ class VerifierService:
 
     def _check(self, request: GenerationRequest) -> None:
         self.check_health()
-        if self._draining:
+        if self.is_draining:
             raise DrainingError("This verifier is shutting down.")
         length, limit = len(request.prompt_ids), self._description.max_model_len
         if length == 0:

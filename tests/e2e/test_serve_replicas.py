@@ -1,0 +1,124 @@
+"""Two pairs side by side: calls reach the verifier that they name, and a verifier that dies is noticed at once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from e2e.server import free_port
+from eagle2.errors import DrainingError, UnavailableError
+from eagle2.operations.local_cluster import LocalCluster
+from eagle2.operations.serve_command import read_config, settings_of, with_counts, with_settings
+from eagle2.protocol import Commit, GenerationRequest, Replica, SamplingParams, StopConditions
+from eagle2.router.pinning import pin
+from eagle2.router.serve_fleet import ServeFleet
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+_SHORT = GenerationRequest("r", "t", (1, 2, 3), SamplingParams(seed=1), StopConditions(max_tokens=4, ignore_eos=True))
+_LONG = replace(_SHORT, stop=StopConditions(max_tokens=60000, ignore_eos=True))
+
+
+@pytest.fixture(scope="module")
+def cluster(tiny_model: tuple[Path, Path]) -> Iterator[LocalCluster]:
+    """Two verifiers and two proposers, without anybody in front of them but the router."""
+    target, head = tiny_model
+    document = with_counts(read_config(None), pairs=2, routers=1)
+    model = {"target": str(target), "draft": str(head), "dtype": "float32"}
+    flags = {"model": model, "engine": {"threads": 1, "max_sequences": 3}, "http": {"port": free_port()}}
+    with LocalCluster() as cluster:
+        cluster.deploy(with_settings(document, settings_of(document, flags), cluster.directory))
+        yield cluster
+
+
+@pytest.fixture
+async def fleet(cluster: LocalCluster) -> ServeFleet:
+    """With both replicas known."""
+    from ray import serve
+
+    deadline = time.monotonic() + 120
+    while "TargetVerifier" not in getattr(serve.status().applications.get("eagle2"), "deployments", {}):
+        assert time.monotonic() < deadline, "nothing was deployed in 120 s"
+        await asyncio.sleep(0.1)
+    fleet = ServeFleet(serve.get_deployment_handle("TargetVerifier", "eagle2"), drain_s=20.0)
+    await _until(fleet, 2)
+    return fleet
+
+
+async def _until(fleet: ServeFleet, count: int, without: tuple[Replica, ...] = ()) -> tuple[Replica, ...]:
+    deadline = time.monotonic() + 120
+    while len(fleet.replicas()) != count or set(fleet.replicas()) & set(without):
+        assert time.monotonic() < deadline, f"not {count} replicas in 120 s: {fleet.replicas()}"
+        await asyncio.sleep(0.05)
+    return fleet.replicas()
+
+
+async def _prompt_tokens(replica: Replica) -> float:
+    from ray import serve
+
+    handle = serve.get_deployment_handle("TargetVerifier", "eagle2").options(session_id=pin(replica))
+    return cast("dict[str, float]", await handle.stats.remote()).get("prompt_tokens_total", 0.0)
+
+
+def _pid(replica: Replica) -> int:
+    from ray.serve.context import _get_global_client
+
+    details: Any = _get_global_client().get_serve_details()
+    replicas = details["applications"]["eagle2"]["deployments"]["TargetVerifier"]["replicas"]
+    return next(int(one["pid"]) for one in replicas if one["replica_id"] == replica.uid)
+
+
+async def _first_tokens(stream: AsyncIterator[Commit]) -> Commit:
+    async with asyncio.timeout(30):
+        while not (commit := await anext(stream)).token_ids:
+            pass
+    return commit
+
+
+async def test_calls_reach_the_replica_that_they_name(fleet: ServeFleet) -> None:
+    first, second = fleet.replicas()
+    assert first.incarnation != second.incarnation
+    assert first.max_sequences == second.max_sequences == 3
+    before = await _prompt_tokens(first), await _prompt_tokens(second)
+    answers = []
+    for _ in range(3):
+        commits = [commit async for commit in fleet.generate(first, _SHORT)]
+        assert commits[-1].finish_reason == "length"
+        answers.append([token for commit in commits for token in commit.token_ids])
+    assert answers[0] == answers[1] == answers[2]
+    assert await _prompt_tokens(first) == before[0] + 3 * len(_SHORT.prompt_ids)
+    assert await _prompt_tokens(second) == before[1]
+    unknown = replace(first, uid="nobody")
+    with pytest.raises(DrainingError):
+        await anext(fleet.generate(unknown, _SHORT))
+
+
+async def test_a_killed_verifier_ends_its_calls_and_leaves_the_directory(fleet: ServeFleet) -> None:
+    victim, other = fleet.replicas()
+    streams = [fleet.generate(victim, replace(_LONG, request_id=str(number))) for number in range(2)]
+    for stream in streams:
+        await _first_tokens(stream)
+    queued = [fleet.generate(victim, replace(_LONG, request_id=f"q{number}")) for number in range(4)]
+    for stream in queued:
+        await anext(stream)  # taken, but decoded only where there is a place
+    os.kill(_pid(victim), signal.SIGKILL)
+    for stream in (*streams, *queued):
+        with pytest.raises(UnavailableError) as caught:
+            async with asyncio.timeout(20):
+                async for _ in stream:
+                    pass
+        assert not isinstance(caught.value, DrainingError)
+    assert fleet.replicas() == (other,)
+    with pytest.raises(UnavailableError):
+        await anext(fleet.generate(victim, _SHORT))
+    assert [commit async for commit in fleet.generate(other, _SHORT)][-1].finish_reason == "length"
+    successor = set(await _until(fleet, 2, without=(victim,))) - {other}
+    assert [commit async for commit in fleet.generate(successor.pop(), _SHORT)][-1].finish_reason == "length"
