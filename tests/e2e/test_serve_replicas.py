@@ -28,19 +28,25 @@ _LONG = replace(_SHORT, stop=StopConditions(max_tokens=60000, ignore_eos=True))
 
 
 @pytest.fixture(scope="module")
-def cluster(tiny_model: tuple[Path, Path]) -> Iterator[LocalCluster]:
-    """Two verifiers and two proposers, without anybody in front of them but the router."""
+def cluster() -> Iterator[LocalCluster]:
+    with LocalCluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def config(tiny_model: tuple[Path, Path], cluster: LocalCluster) -> dict[str, Any]:
+    """Two verifiers, two proposers, and a router in front of them; deployed."""
     target, head = tiny_model
     document = with_counts(read_config(None), pairs=2, routers=1)
     model = {"target": str(target), "draft": str(head), "dtype": "float32"}
     flags = {"model": model, "engine": {"threads": 1, "max_sequences": 3}, "http": {"port": free_port()}}
-    with LocalCluster() as cluster:
-        cluster.deploy(with_settings(document, settings_of(document, flags), cluster.directory))
-        yield cluster
+    config = with_settings(document, settings_of(document, flags), cluster.directory)
+    cluster.deploy(config)
+    return config
 
 
 @pytest.fixture
-async def fleet(cluster: LocalCluster) -> ServeFleet:
+async def fleet(config: dict[str, Any]) -> ServeFleet:
     """With both replicas known."""
     from ray import serve
 
@@ -122,3 +128,30 @@ async def test_a_killed_verifier_ends_its_calls_and_leaves_the_directory(fleet: 
     assert [commit async for commit in fleet.generate(other, _SHORT)][-1].finish_reason == "length"
     successor = set(await _until(fleet, 2, without=(victim,))) - {other}
     assert [commit async for commit in fleet.generate(successor.pop(), _SHORT)][-1].finish_reason == "length"
+
+
+async def test_a_verifier_that_is_taken_away_keeps_its_streams_but_not_for_ever(
+    fleet: ServeFleet, cluster: LocalCluster, config: dict[str, Any]
+) -> None:
+    from ray import serve
+
+    both = fleet.replicas()
+    impatient = ServeFleet(serve.get_deployment_handle("TargetVerifier", "eagle2"), drain_s=0.0)
+    patient = [fleet.generate(replica, replace(_LONG, request_id=f"p{replica.uid}")) for replica in both]
+    moving = [impatient.generate(replica, replace(_LONG, request_id=f"m{replica.uid}")) for replica in both]
+    for stream in (*patient, *moving):
+        await _first_tokens(stream)
+    cluster.deploy(with_counts(config, pairs=1, routers=1))
+    (left,) = await _until(fleet, 1)
+    gone = next(number for number, replica in enumerate(both) if replica != left)
+    with pytest.raises(DrainingError):
+        await anext(fleet.generate(both[gone], _SHORT))
+    with pytest.raises(DrainingError):
+        async with asyncio.timeout(20):
+            async for _ in moving[gone]:
+                pass
+    for _ in range(50):
+        await _first_tokens(patient[gone])
+    for stream in (*patient, moving[1 - gone]):
+        await cast(Any, stream).aclose()
+    assert [commit async for commit in fleet.generate(left, _SHORT)][-1].finish_reason == "length"

@@ -11,6 +11,8 @@ import pytest
 from eagle2.engine.engine import Engine
 from eagle2.errors import DrainingError, UnavailableError
 from eagle2.protocol import Commit, GenerationRequest, SamplingParams, StopConditions
+from eagle2.telemetry import metrics
+from eagle2.telemetry.recorder import Recorder
 from eagle2.verifier.service import VerifierService
 from fakes.verifier import describe
 
@@ -24,6 +26,8 @@ class _Engine:
 
     def __init__(self) -> None:
         self.turns = 0
+        self.stats = Recorder()
+        self.stats.set(metrics.KV_SLOTS_CAPACITY, 200, side="target")
         self.failure: Exception | None = None
         self.sinks: list[Callable[[Commit], None]] = []
         self.cancelled = 0
@@ -123,3 +127,10 @@ async def test_a_node_that_stays_after_all_takes_requests_again() -> None:
     await asyncio.wait_for(service.drain(), 10)
     service.node_leaves(None)
     assert service.is_draining, "a shutdown is not taken back"
+
+
+async def test_how_full_the_kv_cache_is() -> None:
+    engine, service = _service()
+    assert service.kv_share() == 0.0
+    engine.stats.set(metrics.KV_SLOTS_USED, 50, side="target")
+    assert service.kv_share() == 0.25

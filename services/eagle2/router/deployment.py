@@ -28,10 +28,15 @@ class Router:
         self._settings = RouterSettings.of(settings)
         self._keys = KeyFile.of(settings.tenants)
         self._buckets = shared_buckets(settings.session)
+        self._app: FastAPI | None = None
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What there is to do, for ``eagle2.autoscaling.policy``."""
+        return {} if self._app is None else self._app.state.routing.admission.autoscaling_stats()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve calls this once, after the constructor."""
-        return create_app(
+        self._app = create_app(
             self._fleet,
             self._settings,
             store=self._store,
@@ -41,6 +46,7 @@ class Router:
             keys=self._keys,
             shared_buckets=self._buckets,
         )
+        return self._app
 
 
 router = serve.deployment(name="Router")(serve.ingress()(Router))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from eagle2.autoscaling.policy import KV_SHARE
 from eagle2.config import Settings
 from eagle2.protocol import Commit, GenerationRequest, ModelDescription
 
@@ -43,6 +44,10 @@ class TargetVerifier:
     def record_routing_stats(self) -> dict[str, bool]:
         """What Serve tells routers again and again: whether to leave this replica out."""
         return {"draining": self._service.is_draining}
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Serve asks for where the number of pairs follows the demand."""
+        return {KV_SHARE: self._service.kv_share()}
 
     async def describe(self) -> ModelDescription:
         return await self._service.describe()

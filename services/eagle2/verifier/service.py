@@ -9,6 +9,7 @@ from eagle2.engine.engine import Engine
 from eagle2.errors import DrainingError, RequestError, UnavailableError
 from eagle2.models.target import TargetModel
 from eagle2.protocol import Commit, GenerationRequest, ModelDescription
+from eagle2.telemetry import metrics
 
 
 class VerifierService:
@@ -39,6 +40,12 @@ class VerifierService:
     async def stats(self) -> dict[str, float]:
         self.check_health()
         return self._engine.stats.snapshot()
+
+    def kv_share(self) -> float:
+        """What sequences hold of the KV slots, 0 to 1."""
+        stats = self._engine.stats.snapshot()
+        used, capacity = (m.sample(side="target") for m in (metrics.KV_SLOTS_USED, metrics.KV_SLOTS_CAPACITY))
+        return stats.get(used, 0.0) / stats[capacity]
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Commit]:
         """One item a commit. Closing the iterator ends the decoding within a step and frees its slots."""
