@@ -20,11 +20,14 @@ class ProbationLeases:
         self._store, self._lasts_s, self._clock = store, lasts_s, clock
         self._held: dict[str, tuple[str, Owner]] = {}
         self._foreign: dict[str, tuple[Owner, float]] = {}
-        self._ending: set[asyncio.Task[None]] = set()
+        self._ending: dict[str, asyncio.Task[None]] = {}
 
     async def take(self, request: str, incarnation: str) -> bool:
         """Whether the request may be tried on that replica now."""
         name, mine = framed_hash("probation", incarnation), Owner("probation", request)
+        ending = self._ending.get(name)
+        if ending is not None:
+            await asyncio.wait({ending})  # this router's last one there: as long as the store takes for two answers
         try:
             holder = await self._store.claim(name, mine)
             if holder != mine:
@@ -44,9 +47,9 @@ class ProbationLeases:
         """The request is no longer on probation there; does nothing for one without a lease."""
         held = self._held.pop(request, None)
         if held is not None:
-            ending = asyncio.create_task(self._drop(*held))
-            self._ending.add(ending)
-            ending.add_done_callback(self._ending.discard)
+            name, _ = held
+            ending = self._ending[name] = asyncio.create_task(self._drop(*held))
+            ending.add_done_callback(lambda done: self._ended(name, done))
 
     def _since(self, name: str, holder: Owner) -> float:
         """When this holder was first seen."""
@@ -54,6 +57,10 @@ class ProbationLeases:
         if known is None or known[0] != holder:
             known = self._foreign[name] = holder, self._clock()
         return known[1]
+
+    def _ended(self, name: str, done: asyncio.Task[None]) -> None:
+        if self._ending.get(name) is done:
+            del self._ending[name]
 
     async def _drop(self, name: str, mine: Owner) -> None:
         try:
