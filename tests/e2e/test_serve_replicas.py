@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -67,11 +69,11 @@ async def _until(fleet: ServeFleet, count: int, without: tuple[Replica, ...] = (
     return fleet.replicas()
 
 
-async def _prompt_tokens(replica: Replica) -> float:
+async def _stat(replica: Replica, name: str) -> float:
     from ray import serve
 
     handle = serve.get_deployment_handle("TargetVerifier", "eagle2").options(session_id=pin(replica))
-    return cast("dict[str, float]", await handle.stats.remote()).get("prompt_tokens_total", 0.0)
+    return cast("dict[str, float]", await handle.stats.remote()).get(name, 0.0)
 
 
 def _pid(replica: Replica) -> int:
@@ -93,15 +95,15 @@ async def test_calls_reach_the_replica_that_they_name(fleet: ServeFleet) -> None
     first, second = fleet.replicas()
     assert first.incarnation != second.incarnation
     assert first.max_sequences == second.max_sequences == 3
-    before = await _prompt_tokens(first), await _prompt_tokens(second)
+    before = await _stat(first, "prompt_tokens_total"), await _stat(second, "prompt_tokens_total")
     answers = []
     for _ in range(3):
         commits = [commit async for commit in fleet.generate(first, _SHORT)]
         assert commits[-1].finish_reason == "length"
         answers.append([token for commit in commits for token in commit.token_ids])
     assert answers[0] == answers[1] == answers[2]
-    assert await _prompt_tokens(first) == before[0] + 3 * len(_SHORT.prompt_ids)
-    assert await _prompt_tokens(second) == before[1]
+    assert await _stat(first, "prompt_tokens_total") == before[0] + 3 * len(_SHORT.prompt_ids)
+    assert await _stat(second, "prompt_tokens_total") == before[1]
     unknown = replace(first, uid="nobody")
     with pytest.raises(DrainingError):
         await anext(fleet.generate(unknown, _SHORT))
@@ -128,6 +130,33 @@ async def test_a_killed_verifier_ends_its_calls_and_leaves_the_directory(fleet: 
     assert [commit async for commit in fleet.generate(other, _SHORT)][-1].finish_reason == "length"
     successor = set(await _until(fleet, 2, without=(victim,))) - {other}
     assert [commit async for commit in fleet.generate(successor.pop(), _SHORT)][-1].finish_reason == "length"
+
+
+async def test_an_answer_goes_on_from_another_verifier(fleet: ServeFleet, config: dict[str, Any]) -> None:
+    expected = await asyncio.to_thread(_answer, config)
+    answer = asyncio.create_task(asyncio.to_thread(_answer, config))
+    async with asyncio.timeout(30):
+        while not (busy := [one for one in fleet.replicas() if await _stat(one, "num_requests_running")]):
+            await asyncio.sleep(0.02)
+    os.kill(_pid(busy[0]), signal.SIGKILL)
+    assert await asyncio.wait_for(answer, 120) == expected
+    assert busy[0] not in fleet.replicas(), "it was killed in the middle"
+    await _until(fleet, 2, without=(busy[0],))
+
+
+def _answer(config: dict[str, Any]) -> tuple[str, object]:
+    """Text and usage of a long sampled answer over HTTP, the usage without what a restart changes."""
+    body = {"prompt": "the rest in there", "max_tokens": 1000, "seed": 7, "stream": True, "ignore_eos": True}
+    body |= {"stream_options": {"include_usage": True}}
+    address = f"http://127.0.0.1:{config['http_options']['port']}/v1/completions"
+    request = urllib.request.Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as response:
+        data = [line.strip().removeprefix(b"data: ") for line in response]
+    assert data[-2] == b"[DONE]", data[-4:]
+    events = [json.loads(one) for one in data if one and one != b"[DONE]"]
+    text = "".join(choice["text"] for event in events for choice in event["choices"])
+    usage = events[-1]["usage"]
+    return text, (usage["prompt_tokens"], usage["completion_tokens"])
 
 
 async def test_a_verifier_that_is_taken_away_keeps_its_streams_but_not_for_ever(
