@@ -10,7 +10,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from eagle2.cli import main
 from eagle2.errors import ConfigError
-from eagle2.operations.serve_command import read_config, settings_of, with_settings
+from eagle2.operations.serve_command import read_config, settings_of, with_counts, with_settings
 
 
 def test_the_shipped_config_is_a_serve_config_on_the_loopback(tmp_path: Path) -> None:
@@ -51,6 +51,23 @@ def test_without_a_draft_no_proposer_is_deployed(tmp_path: Path) -> None:
     document = read_config(None)
     config = with_settings(document, settings_of(document, {"model": {"draft": None}}), tmp_path)
     assert [d["name"] for d in config["applications"][0]["deployments"]] == ["Router", "TargetVerifier"]
+
+
+def test_pairs_and_routers_are_counted_apart(tmp_path: Path) -> None:
+    shipped = read_config(None)
+    document = with_counts(shipped, pairs=3, routers=None)
+    schema = ServeDeploySchema.model_validate(with_settings(document, settings_of(document, {}), tmp_path))
+    counts = {one.name: one.num_replicas for one in schema.applications[0].deployments}
+    assert counts == {"Router": 1, "TargetVerifier": 3, "DraftProposer": 3}
+    assert with_counts(shipped, pairs=None, routers=None) == shipped
+    bare = with_counts({"applications": [{"name": "eagle2"}]}, pairs=None, routers=2)
+    assert bare["applications"][0]["deployments"] == [{"name": "Router", "num_replicas": 2}]
+
+
+def test_streams_leave_a_verifier_before_serve_ends_it() -> None:
+    document = read_config(None)
+    (verifier,) = [d for d in document["applications"][0]["deployments"] if d["name"] == "TargetVerifier"]
+    assert settings_of(document, {}).routing.drain_s < verifier["graceful_shutdown_timeout_s"]
 
 
 @pytest.mark.parametrize("text", ["applications: []", "- 1", "applications: [1]", "a: [", "applications: [{}, {}]"])
