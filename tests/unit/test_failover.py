@@ -484,3 +484,20 @@ async def test_a_lease_of_a_router_that_is_gone_is_taken_over() -> None:
     await asyncio.sleep(0.01)
     assert await gone.take("c", "life")
     assert await ProbationLeases(DownStore(), lasts_s=5, clock=lambda: now).take("d", "life")
+
+
+async def test_a_suspect_waits_for_a_probation_rather_than_for_a_full_replica() -> None:
+    fleet = FakeFleet(2, max_sequences=3, pace_s=0.005)
+    router = FakeRouter(fleet, DownStore(), progress_timeout_s=20)
+    requests = [fleet_request(f"q{n}", (n,), seed=n, max_tokens=150) for n in range(6)]
+    requests = [replace(r, stop=replace(r.stop, ignore_eos=True)) for r in requests]
+    running = [asyncio.create_task(router.answer(r)) for r in requests]
+    async with asyncio.timeout(20):
+        while fleet.running < 6 or any(not life.prompt_tokens for life in fleet.lives):
+            await asyncio.sleep(0.001)
+    assert [life.running for life in fleet.lives] == [3, 3]
+    reborn = fleet.restart("r0")
+    answers = await asyncio.gather(*running)
+    assert [answer.whole for answer in answers] == [undisturbed(r) for r in requests]
+    assert [r.attempt for r in reborn.requests] == [1, 1, 1]
+    assert reborn.peak == 3, "one after another, but not each alone until its end"

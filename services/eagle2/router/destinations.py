@@ -41,7 +41,7 @@ class Destinations:
         recorder: Recorder,
         *,
         clock: Callable[[], float],
-        poll_s: float = 0.1,
+        poll_s: float = 0.02,
     ) -> None:
         """``clock``: monotonic. ``poll_s``: the fleet is looked at so often while there is nowhere to go."""
         self._fleet, self._store, self._in_flight = fleet, store, in_flight
@@ -50,6 +50,7 @@ class Destinations:
         self._clock, self._poll_s = clock, poll_s
         self._leases = ProbationLeases(store, lasts_s=2 * settings.progress_timeout_s, clock=clock)
         self._freed = asyncio.Event()
+        self._line: dict[str, frozenset[str]] = {}  # who looks for a replica, and what each excludes
         self._notes: set[asyncio.Task[None]] = set()
 
     async def find(
@@ -57,27 +58,46 @@ class Destinations:
     ) -> tuple[Replica, Trial] | None:
         """A replica, and the request's trial there. ``excluded``: incarnations. None when ``wait_s`` passes in vain."""
         limit = self._clock() + wait_s
-        while True:
-            # Seen before the replicas are: whatever is freed from here on is noticed.
-            freed = self._freed
-            if self._open_to(request_id, excluded):
-                found = await self._choose(request_id, route, excluded)
-                if found is not None:
-                    return found
-            left = limit - self._clock()
-            if left <= 0:
-                return None
-            try:
-                async with asyncio.timeout(min(left, self._poll_s)):
-                    await freed.wait()
-            except TimeoutError:
-                continue
+        self._line[request_id] = frozenset(excluded)
+        try:
+            while True:
+                # Seen before the replicas are: whatever is freed from here on is noticed.
+                freed = self._freed
+                if self._has_turn(request_id) and self._open_to(request_id, excluded):
+                    found = await self._choose(request_id, route, excluded)
+                    if found is not None:
+                        return found
+                left = limit - self._clock()
+                if left <= 0:
+                    return None
+                try:
+                    async with asyncio.timeout(min(left, self._poll_s)):
+                        await freed.wait()
+                except TimeoutError:
+                    continue
+        finally:
+            del self._line[request_id]
+            self._wake()
 
     def freed(self, request_id: str) -> None:
         """The request is on probation nowhere: somebody who waits may have somewhere to go now."""
         self._leases.give_back(request_id)
+        self._wake()
+
+    def _wake(self) -> None:
         self._freed.set()
         self._freed = asyncio.Event()
+
+    def _has_turn(self, request_id: str) -> bool:
+        """Suspects go one after another, first come first, past those that have nowhere to go at all."""
+        if not self._probation.is_suspect(request_id):
+            return True
+        for other, excluded in self._line.items():
+            if other == request_id:
+                return True
+            if self._probation.is_suspect(other) and self._up(excluded):
+                return False
+        raise AssertionError("whoever asks stands in the line")
 
     def holds(self, route: Route, replica: Replica) -> None:
         """The replica has read the prompt: tell the store, while the answer goes on."""
@@ -93,12 +113,14 @@ class Destinations:
             return
 
     def _open_to(self, request_id: str, excluded: Collection[str]) -> list[Replica]:
+        may_start = self._probation.may_start
+        return [replica for replica in self._up(excluded) if may_start(request_id, replica.incarnation)]
+
+    def _up(self, excluded: Collection[str]) -> list[Replica]:
         return [
             replica
             for replica in self._fleet.replicas()
-            if replica.incarnation not in excluded
-            and not self._cooldown.keeps_away(replica)
-            and self._probation.may_start(request_id, replica.incarnation)
+            if replica.incarnation not in excluded and not self._cooldown.keeps_away(replica)
         ]
 
     async def _choose(self, request_id: str, route: Route, excluded: Collection[str]) -> tuple[Replica, Trial] | None:
@@ -106,7 +128,7 @@ class Destinations:
         taken: set[str] = set()  # another router has a suspect there
         while True:
             choice = choose(
-                self._open_to(request_id, {*excluded, *taken}),
+                self._worth_a_trial(request_id, excluded, taken, placement),
                 placement,
                 own_loads=self._in_flight.counts(),
                 excluded=(),
@@ -128,6 +150,17 @@ class Destinations:
             return None
         self._recorder.add(metrics.PLACEMENTS, reason=choice.reason)
         return choice.replica, self._probation.start(request_id, incarnation)
+
+    def _worth_a_trial(
+        self, request_id: str, excluded: Collection[str], taken: Collection[str], placement: Placement | None
+    ) -> list[Replica]:
+        """Where the request may go now. A suspect rather waits for another's probation to end, which takes two commits,
+        than for a place on a replica that is full, which takes a whole answer."""
+        candidates = self._open_to(request_id, {*excluded, *taken})
+        if not self._probation.is_suspect(request_id):
+            return candidates
+        roomy = [replica for replica in self._up(excluded) if self._has_room(replica, placement)]
+        return [replica for replica in candidates if replica in roomy] if roomy else candidates
 
     async def _lookup(self, route: Route) -> Placement | None:
         try:
@@ -162,6 +195,6 @@ class Destinations:
                 return Choice(replica, "owner")
         return Choice(choice.replica, "spill")
 
-    def _has_room(self, replica: Replica, placement: Placement) -> bool:
-        load = self._in_flight.counts().get(replica.uid, 0) + placement.loads.get(replica.uid, 0)
-        return load < replica.max_sequences
+    def _has_room(self, replica: Replica, placement: Placement | None) -> bool:
+        others = placement.loads.get(replica.uid, 0) if placement is not None else 0
+        return self._in_flight.counts().get(replica.uid, 0) + others < replica.max_sequences
