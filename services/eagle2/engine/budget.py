@@ -35,18 +35,16 @@ _TREES_MARGIN, _HOPELESS = 1.05, 0.85
 _TRIAL_SHARE, _TRIAL_MARGIN, _MEMORY, _EAGER = 0.02, 1.02, 300, 2
 _MOST_PROMPTS = 0.25  # the part of a step beyond which prompts leave nothing to compare
 _COARSE = 64  # rows of prompts and positions that make no difference to a choice
-_COARSE_S = 0.01  # seconds of prompts that make none
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A step's work before any tree: sequences that decode, those of them that take a tree, rows of prompts and the
-    seconds that these take, and how many positions a decoding sequence's row sees, in the mean."""
+    """A step's work before any tree: sequences that decode, those of them that take a tree, rows of prompts, and how
+    many positions a decoding sequence's row sees, in the mean."""
 
     decoding: int
     drafting: int
     prompt_rows: int = 0
-    prompt_s: float = 0.0
     context: int = 0
 
 
@@ -157,7 +155,6 @@ class AdaptiveBudget:
             max(load.decoding, 1),
             max(load.drafting, 1),
             -(-load.prompt_rows // _COARSE) * _COARSE,
-            round(load.prompt_s / _COARSE_S) * _COARSE_S,
             -(-load.context // _COARSE) * _COARSE,
         )
         self._planned = self._plan_for(load)
@@ -170,8 +167,10 @@ class AdaptiveBudget:
         choice = self._choice(load)
         self._gain = choice.gain
         has_trees = self.trials.is_other(load.decoding, starts_other=self._gain > _TREES_MARGIN)
-        # Trials are of steps that hardly read anything. Beside prompts every node costs more: no row is free there.
-        has_trees &= self._gain > (_TREES_MARGIN if load.prompt_rows else _HOPELESS)
+        if load.prompt_rows:
+            # No row is free beside a prompt. What trials found holds for steps that hardly read anything, at best.
+            has_trees &= self._gain > _TREES_MARGIN and self.trials.judged(load.decoding) is True
+        has_trees &= self._gain > _HOPELESS
         if has_trees and choice.option == largest:
             self._allowance_s = 0.0
             return self._plan(load, largest)
@@ -184,7 +183,7 @@ class AdaptiveBudget:
         if self._allowance_s < extra or self._steps - self._surveyed < _SURVEY_STEPS:
             return chosen
         self._surveyed = self._steps
-        self._without_survey_s = chosen.draft_s + load.prompt_s + self.verify.at(load.decoding, load.context)
+        self._without_survey_s = chosen.draft_s + self.verify.at(load.decoding, load.context)
         return survey
 
     def keep(self, nodes: DraftedNodes, load: Load, plan: StepPlan) -> Booleans:
@@ -222,16 +221,16 @@ class AdaptiveBudget:
         if is_measure:
             self.verify.observe(rows, context, seconds)
 
-    def whole_step(self, load: Load, trees: int, tokens: int, seconds: float) -> None:
+    def whole_step(self, load: Load, trees: int, tokens: int, seconds: float, *, prompt_s: float = 0.0) -> None:
         """The step as planned, with so many trees, took so long from its plan to its end and committed so many tokens
-        of sequences that decode. ``load.prompt_s``: what its prompts are known to have taken of that."""
+        of sequences that decode. ``prompt_s``: what its prompts are known to have taken of that."""
         plan, way = self._planned, None
         if plan.survey:  # what it took is paid for, whatever it was expected to take
-            extra = max(seconds - self._without_survey_s, 0.0)
+            extra = max(seconds - prompt_s - self._without_survey_s, 0.0)
             self._allowance_s = max(self._allowance_s - extra, -_DEBT * self._without_survey_s)
-        if not plan.survey and (trees > 0) == (plan.shape is not None) and load.prompt_s < _MOST_PROMPTS * seconds:
+        if not plan.survey and (trees > 0) == (plan.shape is not None) and prompt_s < _MOST_PROMPTS * seconds:
             way = trees > 0
-        decoded_s = max(seconds - load.prompt_s, seconds / 10)
+        decoded_s = max(seconds - prompt_s, seconds / 10)
         self.trials.observe(way, load.decoding, tokens, decoded_s, may_try=self._gain > _HOPELESS)
 
     def export(self, stats: Recorder) -> None:
@@ -291,11 +290,12 @@ class AdaptiveBudget:
         return plain, (tokens / seconds).max(axis=1, initial=0.0)
 
     def _step_s(self, load: Load, nodes: Floats) -> Floats:
-        """Seconds (...) of the target's step with so many nodes (...) beside ``load``.
+        """Seconds (...) of the target's step with so many nodes (...) beside ``load``, its prompts left out.
 
-        Prompt rows have no logits and take less than the curve says, but a node beside them costs what it does behind
-        as many rows: where arithmetic counts and not the reading of weights.
+        What prompts take is taken in any case, now or later, so it speaks for no node: a node pays when it yields more
+        by its own time than decoding does without it. That time is what it costs behind the rows of the prompts, where
+        arithmetic counts and not the reading of weights.
         """
         rows = load.decoding + load.prompt_rows
         added: Floats = self.verify(rows + nodes, load.context) - self.verify.at(rows, load.context)
-        return load.prompt_s + self.verify.at(load.decoding, load.context) + added
+        return self.verify.at(load.decoding, load.context) + added

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 from eagle2.engine.budget import AdaptiveBudget, Load, StepPlan
 from eagle2.engine.costs import DraftCost
@@ -33,9 +32,8 @@ class FixedTrees:
     def __init__(self, shape: TreeShape) -> None:
         self.shape = shape
 
-    def begin(self, running: Sequence[Generation], prompt_rows: int, prompt_s: float) -> None:
-        """A step with a proposer begins: choose ``shape``. prompt_rows, prompt_s: tokens of prompts that it is to read,
-        and seconds that they take."""
+    def begin(self, running: Sequence[Generation], prompt_rows: int) -> None:
+        """A step with a proposer begins: choose ``shape``. ``prompt_rows``: tokens of prompts that it is to read."""
 
     def is_wanted(self, sequence: Generation) -> bool:  # noqa: ARG002
         """Whether the proposer is asked about a sequence at this step: for a tree, or to keep up."""
@@ -53,9 +51,10 @@ class FixedTrees:
     def judged(self, trees: Forest, accepted: Booleans) -> None:
         """The trees that were verified, and which of their nodes (M,) lie on accepted paths; roots do."""
 
-    def verified(self, rows: int, seconds: float, *, has_prefill: bool, is_alone: bool) -> None:
+    def verified(self, rows: int, seconds: float, *, prompt_s: float, is_alone: bool) -> None:
         """The step's forward of so many rows and what followed from it took so long.
 
+        prompt_s: what its prompts took of that, as far as is known: 0 without any, infinite where nobody knows yet.
         is_alone: nothing was drafted meanwhile, which takes time from both.
         """
 
@@ -84,11 +83,11 @@ class AdaptiveTrees(FixedTrees):
         self._steps = 0
         self._is_measured = False
 
-    def begin(self, running: Sequence[Generation], prompt_rows: int, prompt_s: float) -> None:
+    def begin(self, running: Sequence[Generation], prompt_rows: int) -> None:
         self._began, self._draft_s, self._num_trees, self._num_accepted = self._clock(), 0.0, 0, 0
         decoding = [sequence for sequence in running if sequence.decodes]
         drafting = sum(sequence.speculate and sequence.num_left > 1 for sequence in decoding)
-        self._load = Load(len(decoding), drafting, prompt_rows, prompt_s, _mean_context(decoding))
+        self._load = Load(len(decoding), drafting, prompt_rows, _mean_context(decoding))
         self._plan = self.budget.plan(self._load)
         self.shape = self._plan.shape or self.budget.bounds
         self._has_asked = False
@@ -131,16 +130,13 @@ class AdaptiveTrees(FixedTrees):
         self._num_accepted = int(accepted[is_drafted].sum())
         self.budget.values.observe(trees.scores[is_drafted], trees.depths[is_drafted], accepted[is_drafted])
 
-    def verified(self, rows: int, seconds: float, *, has_prefill: bool, is_alone: bool) -> None:
-        self.budget.end_step(rows, self._load.context, seconds, is_measure=is_alone and not has_prefill)
+    def verified(self, rows: int, seconds: float, *, prompt_s: float, is_alone: bool) -> None:
+        self.budget.end_step(rows, self._load.context, seconds, is_measure=is_alone and not prompt_s)
         # Without a proposer no step begins here, and one that only reads prompts decides nothing.
         if is_alone and self._began is not None and self._load.decoding:
             whole, self._began = self._clock() - self._began, None
-            prompt_s = self._load.prompt_s if has_prefill else 0.0
-            if has_prefill and not prompt_s:
-                prompt_s = whole  # nobody knows yet: the step tells nothing
             tokens = self._load.decoding + self._num_accepted
-            self.budget.whole_step(replace(self._load, prompt_s=prompt_s), self._num_trees, tokens, whole)
+            self.budget.whole_step(self._load, self._num_trees, tokens, whole, prompt_s=prompt_s)
             self.budget.own.observe(self._num_trees, max(whole - self._draft_s - seconds, 0.0))
         self._steps += 1
         if self._steps % _EXPORT_STEPS == 1:

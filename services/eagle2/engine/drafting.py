@@ -68,7 +68,7 @@ class Drafting:
     def ask(self, sequences: SequenceOf[Sequence]) -> Asked:
         """Tell the proposer what it lacks of some sequences and ask for their trees, without waiting for them."""
         if self._pair.is_up:
-            self._trees.begin(sequences, *self._prompts(sequences))
+            self._trees.begin(sequences, self._prompt_rows(sequences))
         wanted = []
         if self._pair.is_up:
             wanted = [sequence for sequence in sequences if sequence.speculate and self._trees.is_wanted(sequence)]
@@ -99,15 +99,13 @@ class Drafting:
                 self._stats.add(metrics.STALE_REPLIES)
         return self._decodings(asked.sequences, current)
 
-    def _prompts(self, running: SequenceOf[Sequence]) -> tuple[int, float]:
-        """About how many prompt tokens this step will take, and how many seconds for them; 0 while nobody knows."""
+    def _prompt_rows(self, running: SequenceOf[Sequence]) -> int:
+        """About how many prompt tokens this step will take."""
         reading = [sequence for sequence in running if sequence.num_to_prefill > 0]
         if not reading:
-            return 0, 0.0
+            return 0
         allowance = self._pace.allowance(sum(sequence.decodes for sequence in running))
-        start = len(reading[0].table)
-        count = allowance.fit(start, sum(sequence.num_to_prefill for sequence in reading))
-        return count, 0.0 if self._pace.cost is None else self._pace.cost(start, count)
+        return allowance.fit(len(reading[0].table), sum(sequence.num_to_prefill for sequence in reading))
 
     def _decodings(self, sequences: SequenceOf[Sequence], replies: Mapping[int, DraftTree]) -> list[Decoding]:
         usable = [(sequence, self._usable(sequence, replies.get(sequence.id))) for sequence in sequences]

@@ -104,7 +104,9 @@ class Engine:
         )
         self._cohorts = Cohorts(drafting, OverlapChoice(overlap), stats, clock=clock)
         self._allocation = Allocation(target.pool, self.scheduler, self.departures, self._pace)
-        self._verification = Verification(target, self._trees, self._reuse, self.departures, stats, clock=clock)
+        self._verification = Verification(
+            target, self._trees, self._pace, self._reuse, self.departures, stats, clock=clock
+        )
         self._ids = itertools.count(1)
         self._inbox: deque[Sequence] = deque()
         self._work = threading.Condition()

@@ -102,6 +102,13 @@ class PromptPace:
         """Seconds of prompt tokens; None before anything was measured."""
         return PromptCost(float(self._costs[1]), float(self._costs[2])) if self._costs[1] else None
 
+    def seconds(self, spans: Iterable[Span]) -> float:
+        """What prompt tokens take beside sequences that decode; infinite before anything was measured."""
+        spans = list(spans)
+        if self.cost is None:
+            return math.inf if spans else 0.0
+        return sum(self.cost(start, count) for start, count in spans)
+
     def allowance(self, decoding_rows: int, turns: int = 1) -> Allowance:
         """What a step may take of prompts that verifies so many rows of sequences that decode. ``turns``: steps from
         one of a sequence to its next; each of them is to last that part of the bound."""

@@ -14,6 +14,7 @@ from eagle2.engine.batch import RowsBuilder
 from eagle2.engine.choice import FixedTrees
 from eagle2.engine.departures import Departures
 from eagle2.engine.drafting import Decoding
+from eagle2.engine.pace import PromptPace
 from eagle2.engine.reuse import PrefixReuse
 from eagle2.engine.sequence import Sequence
 from eagle2.engine.target import TargetRunner
@@ -35,13 +36,14 @@ class Verification:
         self,
         target: TargetRunner,
         trees: FixedTrees,
+        pace: PromptPace,
         reuse: PrefixReuse,
         departures: Departures,
         stats: Recorder,
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._target, self._trees, self._reuse = target, trees, reuse
+        self._target, self._trees, self._pace, self._reuse = target, trees, pace, reuse
         self._departures, self._stats, self._clock = departures, stats, clock
         self._recent: deque[int] = deque(maxlen=_ACCEPTANCE_WINDOW)
 
@@ -64,6 +66,7 @@ class Verification:
             builder.add_trees(tables, trees.sizes, trees.tokens, trees.depths, paths)
             wanted.extend(range(trees.num_nodes))
         starting = []  # prompts that end here, without a token yet
+        spans = [(len(sequence.table) - count, count) for sequence, count in prefilling]
         for sequence, count in prefilling:
             first = len(sequence.table) - count
             builder.add_span(sequence.table.slots, first, sequence.tokens[first : first + count])
@@ -86,7 +89,7 @@ class Verification:
             num_nodes = len(wanted) - len(starting)
             self._begin(starting, logits[num_nodes:], argmax[num_nodes:])
         seconds = self._clock() - began
-        self._trees.verified(len(builder), seconds, has_prefill=bool(prefilling), is_alone=is_alone)
+        self._trees.verified(len(builder), seconds, prompt_s=self._pace.seconds(spans), is_alone=is_alone)
         self._stats.add(metrics.VERIFY_SECONDS, seconds)
 
     def _accept(self, decoding: list[Decoding], trees: Forest, logits: Tensor, argmax: Tensor) -> None:
