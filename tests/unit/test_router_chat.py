@@ -320,6 +320,9 @@ async def test_identity() -> None:
     assert named.headers["x-request-id"] == again.headers["x-request-id"] == "trace.1"
     assert odd.headers["x-request-id"].startswith("req-")
     assert error.headers["x-request-id"].startswith("req-")
+    routers = {reply.headers["x-eagle2-router"] for reply in (named, again, odd, error)}
+    assert len(routers) == 1
+    assert all(routers)
     first, second, third = verifier.requests
     assert first.tenant == second.tenant != third.tenant == "anonymous"
     assert "CANARY" not in first.tenant

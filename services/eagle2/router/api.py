@@ -60,17 +60,18 @@ def create_app(
 ) -> FastAPI:
     """The application in front of ``fleet``. ``clock`` is the Unix time in seconds.
 
-    store: what routers share; without one this router is alone. router: its name there, drawn when None. routing: None
-    is for a fleet that never gets another replica, so that nothing waits for one. prefill_chunk: the verifiers'.
-    keys: who is served, None for everybody. shared_buckets: where all routers count what keys use.
+    store: what routers share; without one this router is alone. router: its name there and in responses, drawn when
+    None. routing: None is for a fleet that never gets another replica, so that nothing waits for one. prefill_chunk:
+    verifiers'. keys: who is served, None for everybody. shared_buckets: where all routers count what keys use.
     """
     recorder = Recorder()
+    router = router or secrets.token_hex(8)
     quotas = Quotas(recorder, shared_buckets)
     way = Routing(
         fleet,
         store or GuardedStore(MemorySessionStore(_SESSION_TTL_S), _STORE_RETRY_S),
         recorder,
-        router=router or secrets.token_hex(8),
+        router=router,
         routing=routing or RoutingSettings(failover_wait_s=0),
         admission=admission or AdmissionSettings(ready_grace_s=0),
         prefill_chunk=prefill_chunk,
@@ -91,7 +92,7 @@ def create_app(
     # No interactive documentation: its pages load scripts from elsewhere.
     app = FastAPI(title="eagle2", openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.routing = way  # whoever runs the app reports its queue to the autoscaler
-    app.add_middleware(RequestGate, recorder=recorder, endpoints=ENDPOINTS, keys=keys)
+    app.add_middleware(RequestGate, recorder=recorder, endpoints=ENDPOINTS, keys=keys, router=router)
     for kind in (RequestError, UnavailableError, GenerationError):
         app.add_exception_handler(kind, _failed)
     app.add_exception_handler(ClientDisconnect, _gone)

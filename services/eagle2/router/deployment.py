@@ -40,6 +40,7 @@ class Router:
             self._fleet,
             self._settings,
             store=self._store,
+            router=serve.get_replica_context().replica_id.unique_id,
             routing=self._routing,
             admission=self._admission,
             prefill_chunk=self._prefill_chunk,

@@ -21,17 +21,25 @@ _OPEN = frozenset({"/health", "/ready"})  # what probes ask, without a key
 class RequestGate:
     """ASGI middleware: the scope's state gets ``request_id``, ``caller`` and ``reply_headers``.
 
-    X-Request-Id and whatever stands in ``reply_headers`` go onto the response. With ``keys``, who brings none of them
-    is answered 401 here, before any route is looked for and any byte of the body is read.
+    X-Request-Id, X-Eagle2-Router (which is ``router``) and whatever stands in ``reply_headers`` go onto the response.
+    With ``keys``, who brings none of them is answered 401 here, before any route is looked for and any byte of the body
+    is read.
     """
 
     def __init__(
-        self, app: ASGIApp, recorder: Recorder, endpoints: frozenset[str], keys: KeyFile | None = None
+        self,
+        app: ASGIApp,
+        recorder: Recorder,
+        endpoints: frozenset[str],
+        keys: KeyFile | None = None,
+        *,
+        router: str,
     ) -> None:
         self._app = app
         self._recorder = recorder
         self._endpoints = endpoints
         self._keys = keys
+        self._router = router
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -47,7 +55,7 @@ class RequestGate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                added = {**reply_headers, "x-request-id": request_id}
+                added = {**reply_headers, "x-request-id": request_id, "x-eagle2-router": self._router}
                 headers = [(name.encode("ascii"), value.encode("ascii")) for name, value in added.items()]
                 message = {**message, "headers": [*message.get("headers", []), *headers]}
             await send(message)
