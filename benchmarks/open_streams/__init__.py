@@ -1,0 +1,1 @@
+"""How many streams one router holds open, and what it adds to each of their items."""
