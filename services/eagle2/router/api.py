@@ -62,7 +62,7 @@ def create_app(
 
     store: what routers share; without one this router is alone. router: its name there and in responses, drawn when
     None. routing: None is for a fleet that never gets another replica, so that nothing waits for one. prefill_chunk:
-    verifiers'. keys: who is served, None for everybody. shared_buckets: where all routers count what keys use.
+    the verifiers'. keys: who is served, None for everybody. shared_buckets: where all routers count what keys use.
     """
     recorder = Recorder()
     router = router or secrets.token_hex(8)
