@@ -245,7 +245,7 @@ def test_drafting_comes_back_when_it_pays_again() -> None:
     assert sum(plan.shape is None for plan in plans[-900:]) > 680, "but for surveys, and a try now and then"
     machine.chance = 1.0
     plans, nodes = machine.run(3000, 1)
-    assert all(plan.shape is not None for plan in plans[-100:])
+    assert sum(plan.shape is None for plan in plans[-100:]) <= 8, "but for a trial"
     assert nodes > 8
 
 
@@ -257,7 +257,7 @@ def test_a_dear_proposer_is_left_alone_and_taken_back() -> None:
     assert all(plan.shape is None or plan.survey for plan in plans[-100:])
     machine.draft = lambda _: 0.001
     plans, _ = machine.run(4000, 1)
-    assert all(plan.shape is not None for plan in plans[-100:])
+    assert sum(plan.shape is None for plan in plans[-100:]) <= 8, "but for a trial"
 
 
 def test_trees_are_given_up_where_whole_steps_show_that_they_lose() -> None:

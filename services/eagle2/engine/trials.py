@@ -16,6 +16,10 @@ _STEPS = 8  # of a trial
 _FEWEST = 5  # steps that a trial, or what it is compared with, rests on
 _REFUTED = 3  # trials in a row that speak for what is done make the next ones rarer, so many of them at most
 _DEAREST = 4  # times as long, or as short, as the way in use: all that is believed of the other one
+_REMEMBERED = 2  # trials whose mean counts: a machine, and what it is given, may change
+# Standard deviations of logarithms, on a machine that has other work: of a trial's seconds, and of the tokens that a
+# step yields for a sequence.
+_TRIAL_NOISE, _YIELD_NOISE = 0.06, 0.5
 _TRIALS = 2  # before anything is changed
 _RECENT = 0.95  # what a step keeps of the weight of those before it
 
@@ -146,18 +150,24 @@ class Trials:
         ratio = min(max(ratio, -math.log(_DEAREST)), math.log(_DEAREST))
         sample = -ratio if load.is_other else ratio
         load.trials += 1
-        load.saving += max(1 / load.trials, 0.5) * (sample - load.saving)
+        load.saving += 1 / min(load.trials, _REMEMBERED) * (sample - load.saving)
         # A trial that speaks for a change is repeated soon.
         is_other = sample + self._yield(load) > self._least(load)
         load.refuted = 0 if is_other != load.is_other else min(load.refuted + 1, _REFUTED)
 
     def _choose(self, load: _Load) -> None:
-        """A way that came to yield less is given up without a trial."""
+        """Change the way where the other one is better by more than what may be noise. One that came to yield less is
+        given up without a trial."""
         if load.trials < _TRIALS:
             return
-        is_other = load.saving + self._yield(load) > self._least(load)
-        if is_other != load.is_other:
-            load.is_other, load.recent = is_other, _Sum()
+        gain = load.saving + self._yield(load) - self._least(load)
+        if (gain < 0) == load.is_other and abs(gain) > self._noise(load):
+            load.is_other, load.recent = not load.is_other, _Sum()
+
+    def _noise(self, load: _Load) -> float:
+        """Standard error of the log of what is gained."""
+        parts = min(way.parts + self._prior for way in load.long.values())
+        return math.sqrt(_TRIAL_NOISE**2 / min(load.trials, _REMEMBERED) + _YIELD_NOISE**2 / parts)
 
     def _least(self, load: _Load) -> float:
         return 0.0 if load.is_other else self._margin
