@@ -17,9 +17,7 @@ _FEWEST = 5  # steps that a trial, or what it is compared with, rests on
 _REFUTED = 3  # trials in a row that speak for what is done make the next ones rarer, so many of them at most
 _DEAREST = 4  # times as long, or as short, as the way in use: all that is believed of the other one
 _REMEMBERED = 2  # trials whose mean counts: a machine, and what it is given, may change
-# Standard deviations of logarithms, on a machine that has other work: of a trial's seconds, and of the tokens that a
-# step yields for a sequence.
-_TRIAL_NOISE, _YIELD_NOISE = 0.06, 0.5
+_TRIAL_NOISE = 0.06  # standard deviation of the log of a trial's seconds, on a machine that has other work
 _TRIALS = 2  # before anything is changed
 _RECENT = 0.95  # what a step keeps of the weight of those before it
 
@@ -32,12 +30,28 @@ class _Sum:
     tokens: float = 0.0
     seconds: float = 0.0
     steps: float = 0.0
+    squares: float = 0.0  # of the tokens of a step for a sequence, times sequences
 
     def add(self, sequences: int, tokens: float, seconds: float, keep: float) -> None:
-        self.parts = keep * self.parts + sequences
-        self.tokens = keep * self.tokens + tokens
-        self.seconds = keep * self.seconds + seconds
-        self.steps = keep * self.steps + 1
+        self.fade(keep)
+        self.parts += sequences
+        self.tokens += tokens
+        self.seconds += seconds
+        self.steps += 1
+        self.squares += tokens * tokens / sequences
+
+    @property
+    def error(self) -> float:
+        """Standard error of the log of the tokens that a step yields for a sequence, by how steps differ."""
+        variance = max(self.squares - self.tokens * self.tokens / self.parts, 0.0) / self.steps
+        return math.sqrt(variance * self.parts) / self.tokens
+
+    def fade(self, keep: float) -> None:
+        self.parts *= keep
+        self.tokens *= keep
+        self.seconds *= keep
+        self.steps *= keep
+        self.squares *= keep
 
 
 @dataclass(slots=True)
@@ -113,6 +127,8 @@ class Trials:
         if load is None:
             return
         load.since_s += seconds
+        if not sequences:
+            way = None
         if way is not None:
             load.long[way].add(sequences, tokens, seconds, self._keep)
         if load.trial is not None:
@@ -128,6 +144,9 @@ class Trials:
                 self._choose(load)
             if may_try and self._is_due(load):
                 load.trial, load.left, load.since_s = _Sum(), _STEPS, 0.0
+                # What the other way yielded before was of other text: it counts as much as this trial at most.
+                other = load.long[not load.is_other]
+                other.fade(min(1.0, _STEPS / max(other.steps, 1.0)))
                 self.num_trials += 1
 
     def _is_due(self, load: _Load) -> bool:
@@ -166,8 +185,8 @@ class Trials:
 
     def _noise(self, load: _Load) -> float:
         """Standard error of the log of what is gained."""
-        parts = min(way.parts + self._prior for way in load.long.values())
-        return math.sqrt(_TRIAL_NOISE**2 / min(load.trials, _REMEMBERED) + _YIELD_NOISE**2 / parts)
+        known = (way.parts / (way.parts + self._prior) * way.error for way in load.long.values())
+        return math.hypot(_TRIAL_NOISE / math.sqrt(min(load.trials, _REMEMBERED)), *known)
 
     def _least(self, load: _Load) -> float:
         return 0.0 if load.is_other else self._margin
