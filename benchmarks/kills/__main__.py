@@ -4,12 +4,13 @@
 
 A tiny random model is served on this machine: ``--pairs`` pairs of verifier and proposer, ``--routers`` routers and a
 Redis. First the answers of ``--conversations`` conversations are recorded in quiet. Then ``--streams`` streams are
-kept open, greedy and seeded, of one to three turns, while ``--kills`` random processes end by SIGKILL: of ten victims four are
-verifiers, two proposers, three times Redis (which is started again after two seconds) and one router. The service is
-whole again when all processes run, every verifier has a proposer and every router answers and has its Redis; the next
-kill comes twice as long after the last one. Every stream that finished must equal the recorded answer: token ids, text,
-finish reason, usage. A stream whose own router was killed may end. Exit status 1 when one differs or was lost.
-Ctrl-C ends the killing early; what was found until then is told.
+kept open, greedy and seeded, of one to three turns, while ``--kills`` random processes end by SIGKILL: of ten victims
+four are verifiers, two proposers, three times Redis (which is started again after two seconds) and one router. The
+service is whole again when all processes run, every verifier has a proposer and every router answers and has its Redis;
+the next kill comes twice as long after the last one. Every stream that finished must equal the recorded answer: token
+ids, text, finish reason, usage. A stream whose own router was killed may end.
+
+Exit status 1 when a stream differs or was lost. Ctrl-C ends the killing early; what was found until then is told.
 """
 
 from __future__ import annotations

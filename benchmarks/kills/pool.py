@@ -48,6 +48,7 @@ class Pool:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port: int = probe.getsockname()[1]
         self._fleet: ServeFleet | None = None
+        self._ready: set[str] = set()
         self._client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}", timeout=10, trust_env=False)
 
     def deploy(self, target: Path, head: Path, engine: Mapping[str, Any]) -> None:
@@ -85,6 +86,10 @@ class Pool:
         command = Path(f"/proc/{member.pid}/cmdline").read_bytes()
         assert b"ray::ServeReplica:eagle2" in command, f"{member} is {command!r}"
         os.kill(member.pid, how)
+
+    def redis_was_lost(self) -> None:
+        """Every router has to say anew that it is ready, with its store."""
+        self._ready.clear()
 
     def moves(self) -> dict[str, list[tuple[str, str]]]:
         """By a client's request id: which replicas its stream has left, and why, as routers have logged it."""
@@ -128,16 +133,15 @@ class Pool:
         return None
 
     async def _silent(self, routers: set[str]) -> str | None:
-        """Serve's proxy chooses the router, so it is asked until all have answered."""
-        heard: set[str] = set()
-        for _ in range(16 * len(routers)):
+        """Routers that have not said that they are ready. Serve's proxy chooses who is asked, so all answers count."""
+        for _ in range(4):
+            if routers <= self._ready:
+                break
             try:
                 reply = await self._client.get("/ready")
             except httpx.TransportError:
-                return "a router does not answer"
-            if reply.status_code != 200 or "degraded" in reply.json():
-                return f"a router is not ready: {reply.text[:200]}"
-            heard.add(reply.headers.get(ROUTER, ""))
-            if routers <= heard:
-                return None
-        return f"the routers {', '.join(sorted(routers - heard))} do not answer"
+                continue
+            if reply.status_code == 200 and "degraded" not in reply.json():
+                self._ready.add(reply.headers.get(ROUTER, ""))
+        silent = routers - self._ready
+        return f"not ready: the routers {', '.join(sorted(silent))}" if silent else None
