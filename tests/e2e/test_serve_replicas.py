@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -42,6 +43,7 @@ def config(tiny_model: tuple[Path, Path], cluster: LocalCluster) -> dict[str, An
     document = with_counts(read_config(None), pairs=2, routers=1)
     model = {"target": str(target), "draft": str(head), "dtype": "float32"}
     flags = {"model": model, "engine": {"threads": 1, "max_sequences": 3}, "http": {"port": free_port()}}
+    flags["routing"] = {"progress_timeout_s": 10.0}
     config = with_settings(document, settings_of(document, flags), cluster.directory)
     cluster.deploy(config)
     return config
@@ -144,9 +146,53 @@ async def test_an_answer_goes_on_from_another_verifier(fleet: ServeFleet, config
     await _until(fleet, 2, without=(busy[0],))
 
 
-def _answer(config: dict[str, Any]) -> tuple[str, object]:
+async def test_answers_of_a_stopped_verifier_go_on_elsewhere_and_what_it_says_later_is_dropped(
+    fleet: ServeFleet, config: dict[str, Any]
+) -> None:
+    seeds = range(4)
+
+    def ask(seed: int) -> asyncio.Task[tuple[str, object]]:
+        return asyncio.create_task(asyncio.to_thread(_answer, config, seed, 300))
+
+    async def running() -> list[tuple[int, Replica]]:
+        return [(int(await _stat(one, "num_requests_running")), one) for one in fleet.replicas()]
+
+    expected = await asyncio.wait_for(asyncio.gather(*map(ask, seeds)), 120)
+    hangs = await asyncio.to_thread(_hangs, config)
+    answers = [ask(seed) for seed in seeds]
+    counts = await running()
+    async with asyncio.timeout(60):
+        while sum(count for count, _ in counts) < len(seeds):
+            await asyncio.sleep(0.02)
+            counts = await running()
+    count, victim = min((one for one in counts if one[0]), key=lambda one: one[0])
+    assert count < len(seeds), "both have some"
+    pid = _pid(victim)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert await asyncio.wait_for(asyncio.gather(*answers), 120) == expected
+        assert await asyncio.to_thread(_hangs, config) == hangs + count, "the others have stayed where they were"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+    async with asyncio.timeout(60):
+        while any(count for count, _ in await running()):
+            await asyncio.sleep(0.1)
+    await _until(fleet, 2)
+    assert await asyncio.wait_for(asyncio.gather(*map(ask, seeds)), 120) == expected
+
+
+def _hangs(config: dict[str, Any]) -> float:
+    """Attempts that the router has given up because nothing came."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{config['http_options']['port']}/metrics", timeout=30) as response:
+        lines = response.read().decode().splitlines()
+    name = 'eagle2_router_failovers_total{reason="hang"}'
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
+def _answer(config: dict[str, Any], seed: int = 7, max_tokens: int = 1000) -> tuple[str, object]:
     """Text and usage of a long sampled answer over HTTP, the usage without what a restart changes."""
-    body = {"prompt": "the rest in there", "max_tokens": 1000, "seed": 7, "stream": True, "ignore_eos": True}
+    body = {"prompt": "the rest in there", "max_tokens": max_tokens, "seed": seed, "stream": True, "ignore_eos": True}
     body |= {"stream_options": {"include_usage": True}}
     address = f"http://127.0.0.1:{config['http_options']['port']}/v1/completions"
     request = urllib.request.Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})
