@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from fastapi import FastAPI
@@ -16,11 +17,16 @@ from eagle2.router.settings import RouterSettings
 from eagle2.router.tenants import KeyFile
 from eagle2.session.stores import create_store
 
+# A thread that parses a large body gives way to the event loop after so long. The default of 5 ms is waited for again
+# and again: at every callback of the loop.
+_SWITCH_INTERVAL_S = 0.0005
+
 
 class Router:
     """One replica: the HTTP API in front of the verifiers."""
 
     def __init__(self, settings: Settings, verifiers: DeploymentHandle[Any]) -> None:
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         self._fleet = ServeFleet(verifiers, drain_s=settings.routing.drain_s)
         self._store = create_store(settings.session)
         self._routing, self._admission = settings.routing, settings.admission

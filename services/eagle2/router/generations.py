@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from functools import partial
 
 from fastapi import Request
 from starlette.responses import Response
@@ -24,14 +22,13 @@ from eagle2.router.reply import GenerationReply
 from eagle2.router.schemas import ChatBody, CompletionBody
 from eagle2.router.settings import RouterSettings
 from eagle2.router.tenants import Caller
+from eagle2.router.workers import BodyWorkers
 from eagle2.session.session import HEADER, prefix_fingerprints, session_of
 from eagle2.telemetry.recorder import Recorder
 
-T = TypeVar("T")
-
 
 class Generations:
-    """Answers the two POST endpoints. Large bodies are parsed and tokenised off the event loop, a few at a time."""
+    """Answers the two POST endpoints."""
 
     def __init__(
         self,
@@ -51,21 +48,17 @@ class Generations:
         self._quotas = quotas
         self._draw_seed = draw_seed
         self._clock = clock
-        self._workers = ThreadPoolExecutor(settings.worker_threads, thread_name_prefix="eagle2-text")
+        self._workers = BodyWorkers(settings)
 
     def close(self) -> None:
         """Let the worker threads end."""
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        self._workers.close()
 
     async def answer(self, request: Request, schema: type[ChatBody] | type[CompletionBody], endpoint: str) -> Response:
         """The reply of one generation. Raises RequestError, UnavailableError or ClientDisconnect."""
         caller: Caller = request.state.caller
         request.state.reply_headers.update(await self._quotas.take_request(caller))
-        raw = await read_body(request.receive, request.headers, self._settings)
-        body = await self._run(len(raw), lambda: parse_body(schema, raw))
-        model = await self._models.get()
-        model.check_name(body.model)
-        generation, route = await self._run(len(raw), lambda: self._prepare(request, body, model))
+        body, model, generation, route = await self._read(request, schema)
         request.state.reply_headers.update(await self._quotas.take_prompt(caller, len(generation.prompt_ids)))
         return GenerationReply(
             lambda: self._quotas.metered(caller, self._verifier.generate(generation, route)),
@@ -78,14 +71,21 @@ class Generations:
             recorder=self._recorder,
         )
 
-    async def _run(self, size: int, work: Callable[[], T]) -> T:
-        if size <= self._settings.inline_body_bytes:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._workers, work)
+    async def _read(
+        self, request: Request, schema: type[ChatBody] | type[CompletionBody]
+    ) -> tuple[ChatBody | CompletionBody, ServedModel, GenerationRequest, Route]:
+        raw = await read_body(request.receive, request.headers, self._settings)
+        model = await self._models.get()
+        # In one go: a parsed body takes many times its bytes, and many would pile up between two steps.
+        work = partial(self._prepare, request, schema, raw, model)
+        body, generation, route = await self._workers.run(len(raw), work)
+        return body, model, generation, route
 
     def _prepare(
-        self, request: Request, body: ChatBody | CompletionBody, model: ServedModel
-    ) -> tuple[GenerationRequest, Route]:
+        self, request: Request, schema: type[ChatBody] | type[CompletionBody], raw: bytes, model: ServedModel
+    ) -> tuple[ChatBody | CompletionBody, GenerationRequest, Route]:
+        body = parse_body(schema, raw)
+        model.check_name(body.model)
         tenant = request.state.caller.tenant
         session = session_of(
             tenant,
@@ -107,7 +107,7 @@ class Generations:
             deadline=deadline_of(body, self._settings.request_timeout_s, self._clock()),
             priority=priority_of(body),
         )
-        return generation, Route(session, prefix_fingerprints(tenant, prompt_ids))
+        return body, generation, Route(session, prefix_fingerprints(tenant, prompt_ids))
 
     def _shape(self, body: ChatBody | CompletionBody, model: ServedModel, generation: GenerationRequest) -> ReplyShape:
         shape, prefix = (ChatShape, "chatcmpl") if isinstance(body, ChatBody) else (CompletionShape, "cmpl")

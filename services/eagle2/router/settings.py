@@ -15,8 +15,8 @@ class RouterSettings:
     ``model_name`` replaces the name that the verifier gives. ``default_max_tokens`` bounds answers whose request
     names no bound; None lets them run to the end of the context. ``max_prompt_tokens`` is the longest prompt, whatever
     the model takes. ``request_timeout_s`` is the most that an answer may take; clients can only lower it. Bodies of up
-    to ``inline_body_bytes`` are read on the event loop, larger ones in one of ``worker_threads`` threads. A write that
-    does not drain in ``slow_reader_timeout_s`` ends its generation.
+    to ``inline_body_bytes`` are parsed on the event loop, others in a thread, those above ``large_body_bytes`` in
+    another one. A write that does not drain in ``slow_reader_timeout_s`` ends its generation.
     """
 
     model_name: str | None = None
@@ -29,8 +29,8 @@ class RouterSettings:
     probe_timeout_s: float = 2.0
     describe_timeout_s: float = 30.0
     close_timeout_s: float = 5.0
-    inline_body_bytes: int = 16 * 1024
-    worker_threads: int = 2
+    inline_body_bytes: int = 4 * 1024
+    large_body_bytes: int = 64 * 1024
 
     def __post_init__(self) -> None:
         """Raises ConfigError where a limit is not positive."""
@@ -44,7 +44,6 @@ class RouterSettings:
             "probe_timeout_s",
             "describe_timeout_s",
             "close_timeout_s",
-            "worker_threads",
         ):
             value = getattr(self, name)
             if value is not None and not value > 0:
