@@ -307,7 +307,6 @@ def test_rows_that_are_free_alone_are_not_beside_a_prompt() -> None:
     assert kept(Load(8, 1, 200)) < 20
 
 
-
 def test_gauges_say_what_was_chosen_and_why() -> None:
     machine = Machine(budget_of(memory_bound, lambda _: 0.001), memory_bound, lambda _: 0.001, (0.6, 0.2, 0.1, 0.02))
     machine.run(64, 1)
