@@ -46,13 +46,17 @@ MAX_TOKENS = 16
 Outcome = tuple[list[int], str, str]
 
 
-@pytest.fixture(scope="module", params=["auto", "float32"])
+# Trees as they are served, and trees at every step: on a machine that is busy elsewhere the former may be few.
+SERVED, FIXED = ("--dtype", "auto"), ("--dtype", "float32", "--tree-budget", "fixed", "--depth", "3", "--top-k", "4")
+
+
+@pytest.fixture(scope="module", params=[SERVED, FIXED], ids=["served", "fixed trees in float32"])
 def embedded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     try:
         embedded_gguf()
     except ModelError as missing:
         pytest.skip(str(missing))
-    with Server(tmp_path_factory.mktemp("embedded") / "log", "--dtype", request.param) as running:
+    with Server(tmp_path_factory.mktemp("embedded") / "log", *request.param) as running:
         running.wait_until_ready()
         yield running
 
@@ -85,7 +89,10 @@ def test_prompts_are_as_varied_as_they_should_be(embedded: Server) -> None:
 
 
 @pytest.mark.parametrize("fields", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-def test_the_same_ids_on_and_off_alone_and_together(embedded: Server, fields: dict[str, Any]) -> None:
+def test_the_same_ids_on_and_off_alone_and_together(
+    embedded: Server, fields: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    is_fixed = request.node.callspec.params["embedded"] is FIXED
     off = [ask(embedded, prompt, fields, speculation=False) for prompt in PROMPTS]
     on = [ask(embedded, prompt, fields, speculation=True) for prompt in PROMPTS]
     expected = [outcome for outcome, _ in off]
@@ -94,8 +101,13 @@ def test_the_same_ids_on_and_off_alone_and_together(embedded: Server, fields: di
         for speculation in (True, False):
             together = list(pool.map(lambda p, s=speculation: ask(embedded, p, fields, speculation=s), PROMPTS))
             assert [outcome for outcome, _ in together] == expected
-    accepted = sum(usage["completion_tokens_details"]["accepted_prediction_tokens"] for _, usage in on)
-    assert accepted > MAX_TOKENS, "the head drafts, and some of it is right"
+    accepted, rejected = (
+        sum(usage["completion_tokens_details"][f"{what}_prediction_tokens"] for _, usage in on)
+        for what in ("accepted", "rejected")
+    )
+    assert accepted + rejected > 0, "the head drafts"
+    if is_fixed:
+        assert accepted > MAX_TOKENS, "and some of it is right"
     assert all(usage["completion_tokens_details"]["rejected_prediction_tokens"] == 0 for _, usage in off)
 
 

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.kills.run import Plan, run_kills
 from fakes.redis_server import require_binary
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.nightly]
 
 _KINDS = ("verifier", "redis", "router", "proposer")
 
