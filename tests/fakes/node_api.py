@@ -77,11 +77,14 @@ class NodeApi:
             self.watches += is_watch
             self.lists += not is_watch
             cut = self._cut
+            # With the count, so that whoever has seen this watch can decide about the next one.
+            is_expired = is_watch and self.expire_next
+            self.expire_next &= not is_watch
             self._changed.notify_all()
         if self.refuse is not None:
             self._send(request, self.refuse, {"kind": "Status", "code": self.refuse, "reason": "refused"})
         elif is_watch:
-            self._stream(request, int(query["resourceVersion"][0]), cut)
+            self._stream(request, int(query["resourceVersion"][0]), cut, is_expired=is_expired)
         else:
             node = self._events[-1][2]
             metadata = {"resourceVersion": node["metadata"]["resourceVersion"]}
@@ -95,13 +98,12 @@ class NodeApi:
         request.end_headers()
         request.wfile.write(data)
 
-    def _stream(self, request: BaseHTTPRequestHandler, version: int, cut: int) -> None:
+    def _stream(self, request: BaseHTTPRequestHandler, version: int, cut: int, *, is_expired: bool) -> None:
         request.send_response(200)
         request.send_header("Content-Type", "application/json")
         request.send_header("Transfer-Encoding", "chunked")
         request.end_headers()
-        if self.expire_next:
-            self.expire_next = False
+        if is_expired:
             status = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old"}
             self._chunk(request, {"type": "ERROR", "object": status})
             request.wfile.write(b"0\r\n\r\n")
