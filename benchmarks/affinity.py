@@ -28,6 +28,7 @@ from eagle2.config import AdmissionSettings, RoutingSettings, Settings, load_set
 from eagle2.engine.assemble import build_engine, describe, load_checkpoint
 from eagle2.engine.engine import Engine
 from eagle2.evaluation.machine import Conditions
+from eagle2.evaluation.report import conditions_lines
 from eagle2.models.tiny import TOKENIZER_SIZE, write_tiny_target
 from eagle2.protocol import Commit, GenerationRequest, ModelDescription, Replica
 from eagle2.router.api import COMPLETIONS, create_app
@@ -201,10 +202,7 @@ def main() -> None:
             for name, affinity, named in contenders:
                 result = asyncio.run(_measure(settings, arguments, affinity, named=named, shared=shared))
                 print(f"| {'shared' if shared else 'own'} | {name} | {result.row} |", flush=True)
-    conditions = Conditions.now(load)
-    print(f"\n- Command: `{conditions.command}` at commit {conditions.commit}, {conditions.date}")
-    print(f"- Machine: {conditions.cpu}, {conditions.cores} cores, load {load:.1f} at the start")
-    print(f"- Versions: {', '.join(f'{name} {version}' for name, version in conditions.versions.items())}")
+    print(f"\n{conditions_lines(Conditions.now(load))}")
 
 
 if __name__ == "__main__":

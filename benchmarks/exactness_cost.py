@@ -22,6 +22,7 @@ from benchmarks.profile import Sequence, least
 from eagle2.config import load_settings
 from eagle2.engine.assemble import load_checkpoint
 from eagle2.evaluation.machine import Conditions
+from eagle2.evaluation.report import conditions_lines
 from eagle2.models.architecture import TargetConfig
 from eagle2.models.attention import rotated
 from eagle2.models.dtype import use_threads
@@ -123,12 +124,8 @@ def main() -> None:
             )
             mine, its = 1000 * found["exact"], 1000 * found["other"]
             print(f"| {context} | {name} | {mine:.1f} | {its:.1f} | {mine / its:.2f} |")
-    conditions = Conditions.now(load)
-    print(
-        f"\n- Command: `{conditions.command}` at commit {conditions.commit}, {conditions.date}, load {load:.1f}\n"
-        f"- Machine: {conditions.cpu}, {conditions.cores} cores, {args.threads} threads, least of {args.rounds} rounds"
-        f"{', processor time' if args.cpu_time else ''}"
-    )
+    method = f"least of {args.rounds} rounds{', processor time' if args.cpu_time else ''}"
+    print(f"\n{conditions_lines(Conditions.now(load), method=method)}")
 
 
 if __name__ == "__main__":

@@ -183,6 +183,7 @@ def main() -> None:
         _serve(arguments.serve)
         return
     from eagle2.evaluation.machine import Conditions
+    from eagle2.evaluation.report import conditions_lines
 
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="e2floods") as folder:
@@ -206,9 +207,7 @@ def main() -> None:
                     print(_row(f"{count} {kind}", rounds), flush=True)
             finally:
                 router.stdin.close()
-    conditions = Conditions.now(load)
-    print(f"\n- Command: `{conditions.command}` at commit {conditions.commit}, {conditions.date}")
-    print(f"- Machine: {conditions.cpu}, {conditions.cores} cores, load {load:.1f} at the start")
+    print(f"\n{conditions_lines(Conditions.now(load))}")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from eagle2.engine.assemble import build_engine, load_checkpoint, load_target_mo
 from eagle2.engine.engine import Engine
 from eagle2.evaluation.machine import Conditions
 from eagle2.evaluation.measure import bench_request
+from eagle2.evaluation.report import conditions_lines
 from eagle2.protocol import Commit
 from eagle2.telemetry import metrics
 from eagle2.verifier.start import connect_in_process, new_incarnation
@@ -152,11 +153,7 @@ def main() -> None:
         print(_row(name, result))
     seconds = "processor time" if arguments.cpu_time else "wall clock"
     print(f"\nGaps in ms, first token in s, {seconds}.")
-    conditions = Conditions.now(load)
-    print(f"\n- Command: `{conditions.command}` at commit {conditions.commit}, {conditions.date}")
-    machine = f"{conditions.cpu}, {conditions.cores} cores, {conditions.threads} threads"
-    print(f"- Machine: {machine}, load {load:.1f} at the start")
-    print(f"- Versions: {', '.join(f'{package} {version}' for package, version in conditions.versions.items())}")
+    print(f"\n{conditions_lines(Conditions.now(load))}")
 
 
 if __name__ == "__main__":

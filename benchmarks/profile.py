@@ -21,6 +21,7 @@ from eagle2.config import Settings, load_settings
 from eagle2.engine.assemble import load_checkpoint
 from eagle2.engine.batch import RowsBuilder
 from eagle2.evaluation.machine import Conditions
+from eagle2.evaluation.report import conditions_lines
 from eagle2.kv_cache.slots import SlotPool, SlotTable
 from eagle2.models.attention import KVPool
 from eagle2.models.dtype import use_threads
@@ -144,12 +145,8 @@ def main() -> None:
     print(
         f"\n{read} are {found['read'] * 1000:.1f} ms: a plain step takes {whole[1] / found['read']:.2f} times as long."
     )
-    conditions = Conditions.now(load)
-    print(
-        f"\n- Command: `{conditions.command}` at commit {conditions.commit}, {conditions.date}, load {load:.1f}\n"
-        f"- Machine: {conditions.cpu}, {conditions.cores} cores, {args.threads} threads, least of {args.rounds} rounds"
-        f"{', processor time' if args.cpu_time else ''}"
-    )
+    method = f"least of {args.rounds} rounds{', processor time' if args.cpu_time else ''}"
+    print(f"\n{conditions_lines(Conditions.now(load), method=method)}")
 
 
 def _random(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:

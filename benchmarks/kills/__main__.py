@@ -26,6 +26,7 @@ from pathlib import Path
 
 from benchmarks.kills.run import Plan, run_kills
 from eagle2.evaluation.machine import Conditions
+from eagle2.evaluation.report import conditions_lines
 from eagle2.operations.argument_types import positive_int
 
 
@@ -70,9 +71,7 @@ def main() -> int:
     for name, summary in rows.items():
         cells = " | ".join(f"{summary[key]:.2f}" for key in ("p50", "p99", "most") if key in summary)
         print(f"| {name} | {summary['count']} | {cells or ' | | '} |")
-    print(f"\n- Command: `{conditions.command}` at commit {conditions.commit}, {conditions.date}")
-    print(f"- Machine: {conditions.cpu}, {conditions.cores} cores, load {load:.1f} at the start")
-    print(f"- Versions: {', '.join(f'{name} {version}' for name, version in conditions.versions.items())}")
+    print(f"\n{conditions_lines(conditions)}")
     print("clean" if report.is_clean else "NOT CLEAN")
     return 0 if report.is_clean else 1
 

@@ -25,6 +25,7 @@ import numpy as np
 
 from benchmarks.open_streams.clients import Received, StreamClient, open_stream
 from eagle2.evaluation.machine import Conditions
+from eagle2.evaluation.report import conditions_lines
 
 _WARM_STREAMS = 50
 _END_S = 60.0
@@ -149,10 +150,7 @@ def main() -> None:
     print(f"| the router's memory, KiB a stream | {result.bytes_per_stream / 1024:.0f} |")
     once, twice = (kept / 2**20 for kept in result.kept_bytes)
     print(f"| memory kept when all had ended, and after as many again, MiB | {once:.0f}, {twice:.0f} |")
-    conditions = Conditions.now(load)
-    print(f"\n- Command: `{conditions.command}` at commit {conditions.commit}, {conditions.date}")
-    print(f"- Machine: {conditions.cpu}, {conditions.cores} cores, load {load:.1f} at the start")
-    print(f"- Versions: {', '.join(f'{name} {version}' for name, version in conditions.versions.items())}")
+    print(f"\n{conditions_lines(Conditions.now(load))}")
 
 
 if __name__ == "__main__":

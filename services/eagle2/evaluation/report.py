@@ -111,18 +111,18 @@ def speed_json(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def conditions_lines(conditions: Conditions, model: Mapping[str, Any]) -> str:
-    """The circumstances as a list, so that a number never stands without them."""
+def conditions_lines(conditions: Conditions, model: Mapping[str, Any] | None = None, *, method: str = "") -> str:
+    """The circumstances as a list, so that a number never stands without them. method: how it was measured."""
     versions = ", ".join(f"{name} {number}" for name, number in conditions.versions.items())
-    return "\n".join(
-        (
-            f"- Command: `{conditions.command}` at commit {conditions.commit}, {conditions.date}",
-            f"- Machine: {conditions.cpu}, {conditions.cores} cores, {conditions.threads} threads, "
-            f"load {conditions.load:.1f} at the start",
-            f"- Model: {model['target']} in {model['dtype']}, draft head: {model['draft'] or 'none'}; {model['asked']}",
-            f"- Versions: {versions}",
-        )
-    )
+    lines = [
+        f"- Command: `{conditions.command}` at commit {conditions.commit}, {conditions.date}",
+        f"- Machine: {conditions.cpu}, {conditions.cores} cores, {conditions.threads} threads, "
+        f"load {conditions.load:.1f} at the start{method and f'; {method}'}",
+    ]
+    if model is not None:
+        draft = f"draft head: {model['draft'] or 'none'}"
+        lines.append(f"- Model: {model['target']} in {model['dtype']}, {draft}; {model['asked']}")
+    return "\n".join([*lines, f"- Versions: {versions}"])
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
