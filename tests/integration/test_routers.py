@@ -9,7 +9,7 @@ import asyncio
 import random
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,28 +21,18 @@ from eagle2.router.api import create_app
 from eagle2.router.settings import RouterSettings
 from eagle2.session.breaker import GuardedStore
 from eagle2.session.memory import MemorySessionStore
-from eagle2.session.session import HEADER, session_of
-from fakes.fleet import FakeFleet, fleet_request, undisturbed
-from fakes.server import serving_here
+from eagle2.session.session import session_of
+from fakes.fleet import FakeFleet
+from fakes.http_routers import HttpRouters, Prompt, right, two_clients
 from fakes.stores import DownStore
 from fakes.verifier import describe
 
-PATH = "/v1/completions"
-Prompt = tuple[int, ...]
-
 
 @dataclass
-class Pair:
-    """Two routers, by their clients, over one fleet and one store."""
+class Pair(HttpRouters):
+    """Two routers over one fleet and one store."""
 
-    fleet: FakeFleet
     store: MemorySessionStore
-    clients: list[httpx.AsyncClient]
-
-    async def ask(self, router: int, prompt: Prompt, session: str | None = None, **fields: Any) -> httpx.Response:
-        headers = {} if session is None else {HEADER: session}
-        body = {"prompt": list(prompt), "seed": 3, "max_tokens": 24, "return_token_ids": True, **fields}
-        return await self.clients[router].post(PATH, json=body, headers=headers)
 
     async def owner(self, session: str) -> str | None:
         """The incarnation that owns a session of callers without a key."""
@@ -60,35 +50,13 @@ class Pair:
 async def pair(fleet: FakeFleet, *, sockets: bool = False, **routing: Any) -> AsyncIterator[Pair]:
     """``sockets``: behind real connections, so that clients can leave."""
     shared = MemorySessionStore(600)
-    async with AsyncExitStack() as stack:
-        clients = []
-        for name in ("a", "b"):
-            app = create_app(
-                fleet,
-                RouterSettings(),
-                store=GuardedStore(MemorySessionStore(600, beside=shared), 0.05),
-                router=name,
-                routing=RoutingSettings(**{"progress_timeout_s": 0.4, "failover_wait_s": 5.0, **routing}),
-                admission=AdmissionSettings(),
-            )
-            transport = None
-            if sockets:
-                url = await stack.enter_async_context(serving_here(app))
-            else:
-                await stack.enter_async_context(app.router.lifespan_context(app))
-                url, transport = "http://router", httpx.ASGITransport(app)
-            limits = httpx.Limits(max_connections=400)
-            client = httpx.AsyncClient(base_url=url, transport=transport, timeout=60, limits=limits)
-            clients.append(await stack.enter_async_context(client))
-        yield Pair(fleet, shared, clients)
+    settings = RoutingSettings(**{"progress_timeout_s": 0.4, "failover_wait_s": 5.0, **routing})
 
+    def store() -> GuardedStore:
+        return GuardedStore(MemorySessionStore(600, beside=shared), 0.05)
 
-def right(prompt: Prompt, answer: httpx.Response) -> bool:
-    """Whether this is the whole undisturbed answer."""
-    assert answer.status_code == 200, answer.text
-    ids, text, reason = undisturbed(fleet_request("x", prompt, seed=3))
-    choice = answer.json()["choices"][0]
-    return (choice["token_ids"], choice["text"], choice["finish_reason"]) == (ids, text, reason)
+    async with two_clients(fleet, store, settings, sockets=sockets) as clients:
+        yield Pair(fleet, clients, shared)
 
 
 async def eventually(condition: Any, seconds: float = 10.0) -> bool:
@@ -258,7 +226,7 @@ async def test_a_store_that_is_down_costs_affinity_only(down: bool) -> None:
     app = create_app(fleet, RouterSettings(), store=store, routing=RoutingSettings(), admission=AdmissionSettings())
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
-        two = Pair(fleet, MemorySessionStore(600), [client])
+        two = Pair(fleet, [client], MemorySessionStore(600))
         for _ in range(3):
             for n, prompt in enumerate(prompts(8)):
                 assert right(prompt, await two.ask(0, prompt, f"s{n}"))

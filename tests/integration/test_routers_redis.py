@@ -7,36 +7,22 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 
-import httpx
-
-from eagle2.config import AdmissionSettings, RoutingSettings, SessionSettings
-from eagle2.router.api import create_app
-from eagle2.router.settings import RouterSettings
-from eagle2.session.session import HEADER
+from eagle2.config import RoutingSettings, SessionSettings
 from eagle2.session.stores import create_store
-from fakes.fleet import FakeFleet, fleet_request, undisturbed
+from fakes.fleet import FakeFleet
+from fakes.http_routers import HttpRouters, right, two_clients
 from fakes.redis_server import redis_server
 from fakes.tcp_proxy import TcpProxy
 
-PATH = "/v1/completions"
 PATIENCE_S = 20.0  # for an answer of the store where one comes; the default of 0.1 is too little for a busy machine
 SESSIONS = 20
 RECOVERY_S = 10.0
 
-Prompt = tuple[int, ...]
 
-
-class Routers:
-    """``count`` routers over one fleet, each with its own connections to the Redis of ``url``."""
-
-    def __init__(self, fleet: FakeFleet, clients: list[httpx.AsyncClient]) -> None:
-        self.fleet, self.clients = fleet, clients
-
-    async def ask(self, router: int, prompt: Prompt, session: str) -> httpx.Response:
-        body = {"prompt": list(prompt), "seed": 3, "max_tokens": 24, "return_token_ids": True}
-        return await self.clients[router].post(PATH, json=body, headers={HEADER: session})
+class Routers(HttpRouters):
+    """Two routers over one fleet, each with its own connections to a Redis."""
 
     async def all_right(self, count: int, first: int = 0) -> list[float]:
         """``count`` turns, one after the other, with whole undisturbed answers. Returns the seconds of each."""
@@ -46,10 +32,7 @@ class Routers:
             began = time.monotonic()
             answer = await self.ask(n % len(self.clients), prompt, f"s{n % SESSIONS}")
             seconds.append(time.monotonic() - began)
-            assert answer.status_code == 200, answer.text
-            choice = answer.json()["choices"][0]
-            ids, text, reason = undisturbed(fleet_request("x", prompt, seed=3))
-            assert (choice["token_ids"], choice["text"], choice["finish_reason"]) == (ids, text, reason)
+            assert right(prompt, answer)
         return seconds
 
     async def are_degraded(self) -> bool:
@@ -82,20 +65,8 @@ class Routers:
 @asynccontextmanager
 async def routers(url: str, fleet: FakeFleet, *, timeout_s: float = PATIENCE_S) -> AsyncIterator[Routers]:
     """Two of them. Their stores are closed by the apps themselves."""
-    async with AsyncExitStack() as stack:
-        clients = []
-        for name in ("a", "b"):
-            app = create_app(
-                fleet,
-                RouterSettings(),
-                store=create_store(SessionSettings(store=url, timeout_s=timeout_s, retry_s=0.2)),
-                router=name,
-                routing=RoutingSettings(),
-                admission=AdmissionSettings(),
-            )
-            await stack.enter_async_context(app.router.lifespan_context(app))
-            client = httpx.AsyncClient(base_url="http://router", transport=httpx.ASGITransport(app), timeout=60)
-            clients.append(await stack.enter_async_context(client))
+    settings = SessionSettings(store=url, timeout_s=timeout_s, retry_s=0.2)
+    async with two_clients(fleet, lambda: create_store(settings), RoutingSettings()) as clients:
         yield Routers(fleet, clients)
 
 

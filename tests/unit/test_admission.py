@@ -306,7 +306,8 @@ async def test_nobody_waits_for_a_fleet_that_never_was() -> None:
     assert house.refusals("not_ready") == 1
 
 
-async def test_a_fleet_that_is_gone_for_a_moment_fails_nobody() -> None:
+async def waiting_for_a_fleet_that_went() -> tuple[House, asyncio.Task[Place]]:
+    """Its one replica has served somebody and is gone, and somebody else has come."""
     house = House(places=1)
     first = house.come("first")
     await settle()
@@ -314,6 +315,11 @@ async def test_a_fleet_that_is_gone_for_a_moment_fails_nobody() -> None:
     house.places = 0
     waiting = house.come("second")
     await settle()
+    return house, waiting
+
+
+async def test_a_fleet_that_is_gone_for_a_moment_fails_nobody() -> None:
+    house, waiting = await waiting_for_a_fleet_that_went()
     house.now += 9.9
     house.admission.refresh()
     await settle()
@@ -324,13 +330,7 @@ async def test_a_fleet_that_is_gone_for_a_moment_fails_nobody() -> None:
 
 
 async def test_a_fleet_that_stays_away_fails_those_who_wait_and_those_who_come() -> None:
-    house = House(places=1)
-    first = house.come("first")
-    await settle()
-    first.result().release()
-    house.places = 0
-    waiting = house.come("second")
-    await settle()
+    house, waiting = await waiting_for_a_fleet_that_went()
     house.now += 10
     house.admission.refresh()
     with pytest.raises(UnavailableError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -130,36 +131,42 @@ def test_a_restarted_replica_is_another_one_under_the_same_name() -> None:
         assert choice.reason == "rendezvous"
 
 
-@pytest.mark.parametrize("at_once", [1, 4, 40, 400])
-def test_requests_without_a_session_are_spread_evenly(at_once: int) -> None:
+def assert_spread(at_once: int, place: Callable[[int, Counter[str]], Choice]) -> None:
+    """400 requests, so many at a time, go to four replicas about evenly. place: the choice for a request's number and
+    the loads that it finds."""
     counts: Counter[str] = Counter()
     running: list[str] = []
     for number in range(400):
-        choice = placed(request_id=f"request-{number}", own_loads=Counter(running))
-        assert choice.reason == "load"
+        choice = place(number, Counter(running))
         counts[choice.replica.uid] += 1
         running.append(choice.replica.uid)
         if len(running) == at_once:
             running.pop(0)
     assert len(counts) == 4
     assert max(counts.values()) <= 1.3 * 100
+
+
+@pytest.mark.parametrize("at_once", [1, 4, 40, 400])
+def test_requests_without_a_session_are_spread_evenly(at_once: int) -> None:
+    def place(number: int, loads: Counter[str]) -> Choice:
+        choice = placed(request_id=f"request-{number}", own_loads=loads)
+        assert choice.reason == "load"
+        return choice
+
+    assert_spread(at_once, place)
 
 
 @pytest.mark.parametrize("at_once", [20, 40, 400])
 def test_new_sessions_with_a_common_beginning_do_not_crowd_on_its_holder(at_once: int) -> None:
     warm: set[Owner] = set()
-    counts: Counter[str] = Counter()
-    running: list[str] = []
-    for number in range(400):
+
+    def place(number: int, loads: Counter[str]) -> Choice:
         known = Placement(holders=(frozenset(warm),))
-        choice = placed(placement=known, session=f"session-{number}", own_loads=Counter(running))
+        choice = placed(placement=known, session=f"session-{number}", own_loads=loads)
         warm.add(owner_of(choice.replica))
-        counts[choice.replica.uid] += 1
-        running.append(choice.replica.uid)
-        if len(running) == at_once:
-            running.pop(0)
-    assert len(counts) == 4
-    assert max(counts.values()) <= 1.3 * 100
+        return choice
+
+    assert_spread(at_once, place)
 
 
 def test_the_longest_prefix_wins_and_of_its_holders_the_least_loaded() -> None:
