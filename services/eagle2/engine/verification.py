@@ -67,8 +67,7 @@ class Verification:
             wanted.extend(range(trees.num_nodes))
         starting = []  # prompts that end here, without a token yet
         spans = [(len(sequence.table) - count, count) for sequence, count in prefilling]
-        for sequence, count in prefilling:
-            first = len(sequence.table) - count
+        for (sequence, count), (first, _) in zip(prefilling, spans, strict=True):
             builder.add_span(sequence.table.slots, first, sequence.tokens[first : first + count])
             if not sequence.has_root and sequence.num_to_prefill == 0:
                 starting.append(sequence)

@@ -32,11 +32,6 @@ class Answer:
         """Whether the client has been sent any."""
         return len(self._output_ids) > len(self._request.output_ids)
 
-    @property
-    def attempts(self) -> int:
-        """Attempts begun."""
-        return self._attempts
-
     def begin(self) -> GenerationRequest:
         """The request for one more attempt, which goes on behind the last token that was taken.
 

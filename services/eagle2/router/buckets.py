@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from eagle2.config import SessionSettings
+from eagle2.session.scripts import KEY_PREFIX
 from eagle2.session.store import StoreError
 
 if TYPE_CHECKING:
     from eagle2.session.connection import RedisConnection
 
 PERIOD_S = 60.0
-_KEY_PREFIX = "{eagle2:1}:quota:"  # as the session store has it
+_QUOTA = KEY_PREFIX + "quota:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class RedisBuckets:
         self._script = connection.redis.register_script(_TAKE)
 
     async def take(self, name: str, cost: float, per_minute: int, *, debt: bool = False) -> Level:
-        keys, args = [_KEY_PREFIX + name], [per_minute, PERIOD_S, cost, int(debt)]
+        keys, args = [_QUOTA + name], [per_minute, PERIOD_S, cost, int(debt)]
         answer = await self._connection.run(lambda: self._script(keys=keys, args=args))
         try:
             granted, left = answer

@@ -27,11 +27,9 @@ class Router:
 
     def __init__(self, settings: Settings, verifiers: DeploymentHandle[Any]) -> None:
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        self._settings, self._http = settings, RouterSettings.of(settings)
         self._fleet = ServeFleet(verifiers, drain_s=settings.routing.drain_s)
         self._store = create_store(settings.session)
-        self._routing, self._admission = settings.routing, settings.admission
-        self._prefill_chunk = settings.engine.prefill_chunk
-        self._settings = RouterSettings.of(settings)
         self._keys = KeyFile.of(settings.tenants)
         self._buckets = shared_buckets(settings.session)
         self._app: FastAPI | None = None
@@ -44,12 +42,12 @@ class Router:
         """Serve calls this once, after the constructor."""
         self._app = create_app(
             self._fleet,
-            self._settings,
+            self._http,
             store=self._store,
             router=serve.get_replica_context().replica_id.unique_id,
-            routing=self._routing,
-            admission=self._admission,
-            prefill_chunk=self._prefill_chunk,
+            routing=self._settings.routing,
+            admission=self._settings.admission,
+            prefill_chunk=self._settings.engine.prefill_chunk,
             keys=self._keys,
             shared_buckets=self._buckets,
         )

@@ -12,11 +12,8 @@ from eagle2.session.connection import RedisConnection
 from eagle2.session.memory import MAX_HOLDERS
 from eagle2.session.store import Owner, Placement, SessionEntry, StoreError
 
-# The number is that of the layout: routers of two layouts may run side by side. The braces keep all keys in one slot of
-# a cluster, which scripts need.
-_PREFIX = "{eagle2:1}:"
-_SESSION = _PREFIX + "session:"
-_LEASES = _PREFIX + "routers"
+_SESSION = scripts.KEY_PREFIX + "session:"
+_LEASES = scripts.KEY_PREFIX + "routers"
 _SCAN_COUNT = 1000
 _MAX_VALUE_BYTES = 1 << 20
 
@@ -102,7 +99,7 @@ class RedisSessionStore:
         return bool(await self._connection.run(lambda: self._redis.delete(_SESSION + name)))
 
     async def ping(self) -> None:
-        await self._connection.run(lambda: self._redis.set(_PREFIX + "ping", "1", px=1000))
+        await self._connection.run(lambda: self._redis.set(scripts.KEY_PREFIX + "ping", "1", px=1000))
 
     async def close(self) -> None:
         await self._connection.close()
@@ -134,7 +131,7 @@ def _milliseconds(seconds: float) -> int:
 
 
 def _prefix_key(prefix: str) -> str:
-    return f"{_PREFIX}prefix:{prefix}"
+    return f"{scripts.KEY_PREFIX}prefix:{prefix}"
 
 
 def _write_owner(owner: Owner) -> str:

@@ -6,6 +6,10 @@ not stop requests. ``ttl`` is in milliseconds everywhere.
 
 from __future__ import annotations
 
+# Of all keys of routers. The number is that of the layout: routers of two layouts may run side by side. The braces keep
+# all keys in one slot of a cluster, which scripts need.
+KEY_PREFIX = "{eagle2:1}:"
+
 _NOW = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
