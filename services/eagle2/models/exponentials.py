@@ -14,10 +14,10 @@ from eagle2.models.vectors import LANES, VECTOR, load, multiply_add, rounded, sp
 
 _FLOAT, _INT = ir.FloatType(), ir.IntType(64)
 _WORDS = ir.VectorType(ir.IntType(32), LANES)
-_EXP_LOW = -87.0  # below it exp is 0 in float32
-_LOG2E, _LN2_HIGH, _LN2_LOW = 1.4426950408889634, 0.693359375, -2.12194440e-4
+EXP_LOW = -87.0  # below it exp is 0 in float32
+LOG2E, LN2_HIGH, LN2_LOW = 1.4426950408889634, 0.693359375, -2.12194440e-4
 # Minimax polynomial of exp on [-ln2/2, ln2/2] (Cephes), 1 ulp or so.
-_POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 
 
 def _all(number):
@@ -36,11 +36,11 @@ def _exp(builder, x, fused):
         return multiply_add(builder, a, b, c) if fused else builder.fadd(builder.fmul(a, b), c)
 
     floor = cgutils.get_or_insert_function(builder.module, ir.FunctionType(VECTOR, [VECTOR]), "llvm.floor.v16f32")
-    n = builder.call(floor, [add_product(x, _all(_LOG2E), _all(0.5))])
-    r = add_product(n, _all(-_LN2_HIGH), x)
-    r = add_product(n, _all(-_LN2_LOW), r)
-    p = _all(_POLYNOMIAL[0])
-    for number in _POLYNOMIAL[1:]:
+    n = builder.call(floor, [add_product(x, _all(LOG2E), _all(0.5))])
+    r = add_product(n, _all(-LN2_HIGH), x)
+    r = add_product(n, _all(-LN2_LOW), r)
+    p = _all(POLYNOMIAL[0])
+    for number in POLYNOMIAL[1:]:
         p = add_product(p, r, _all(number))
     p = builder.fadd(add_product(p, builder.fmul(r, r), r), _all(1.0))
     exponent = builder.add(builder.fptosi(n, _WORDS), ir.Constant(_WORDS, [127] * LANES))
@@ -50,7 +50,7 @@ def _exp(builder, x, fused):
 
 def _weight(builder, x):
     """exp of differences to a maximum, 0 for small ones (and for what is no number)."""
-    low = _all(_EXP_LOW)
+    low = _all(EXP_LOW)
     weight = _exp(builder, _larger(builder, x, low), fused=True)
     return builder.select(builder.fcmp_ordered(">", x, low), weight, _all(0.0))
 
@@ -138,9 +138,9 @@ def finish_gated(typing, sums, i, biases, bias, out, at):  # noqa: ARG001
             numbers = [widened(builder, rounded(builder, number)) for number in numbers]
         value, up = numbers
         x = builder.fneg(value)
-        x = _larger(builder, _all(_EXP_LOW), x)
+        x = _larger(builder, _all(EXP_LOW), x)
         # Not the other way round: what is no number must stay none.
-        x = builder.select(builder.fcmp_ordered("<", x, _all(-_EXP_LOW)), x, _all(-_EXP_LOW))
+        x = builder.select(builder.fcmp_ordered("<", x, _all(-EXP_LOW)), x, _all(-EXP_LOW))
         result = builder.fdiv(value, builder.fadd(_all(1.0), _exp(builder, x, fused=False)))
         result = builder.fmul(result, up)
         target = place(4, arguments[5])

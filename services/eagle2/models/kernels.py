@@ -16,7 +16,7 @@ import numpy as np
 from numba import njit, prange, types
 from numba.extending import overload
 
-from eagle2.models.exponentials import weigh
+from eagle2.models.exponentials import EXP_LOW, LN2_HIGH, LN2_LOW, LOG2E, POLYNOMIAL, weigh
 from eagle2.models.vectors import (
     add_rows_1,
     add_rows_2,
@@ -36,12 +36,9 @@ _CONTRACT = {"contract"}  # fused multiply-add, but no reordering: sums keep the
 
 _ZERO, _HALF, _ONE = np.float32(0), np.float32(0.5), np.float32(1)
 _NEG_INF = np.float32(-np.inf)
-_EXP_LOW = np.float32(-87.0)  # below it exp is 0 in float32
-_LOG2E = np.float32(1.4426950408889634)
-_LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
-# Minimax polynomial of exp on [-ln2/2, ln2/2] (Cephes), 1 ulp or so.
-_P0, _P1, _P2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
-_P3, _P4, _P5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
+_EXP_LOW, _LOG2E = np.float32(EXP_LOW), np.float32(LOG2E)
+_LN2_HIGH, _LN2_LOW = np.float32(LN2_HIGH), np.float32(LN2_LOW)
+_P0, _P1, _P2, _P3, _P4, _P5 = map(np.float32, POLYNOMIAL)
 
 
 def widen(value):
